@@ -39,8 +39,8 @@ from bagu.serve.generate import GenerationMixin
 from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.pending import LaunchedStep, SampledStep
-from bagu.serve.plan import Plan
 from bagu.serve.request import Event, Request, TokenEvent
+from bagu.serve.runner import Staged
 from bagu.serve.sampler import Sampler
 from bagu.serve.scheduler import Scheduler
 from bagu.serve.speculation.draft_model import DraftSource
@@ -111,14 +111,16 @@ class Engine(GenerationMixin):
     def step(self) -> list[Event]:
         """Run one step for every running sequence and return its events; an empty list if there is nothing to run.
         With overlapping steps, the events are those of the previous step."""
+        began = time.perf_counter()
         with torch.inference_mode(), self._arithmetic():
             plan = self.scheduler.plan()
             if plan is None and self._launched is None:
                 return self._idle()
             sampled: SampledStep | None = None
             try:
+                staged = None if plan is None else self.runner.stage(plan)
                 sampled = self._sample()  # the previous step, if steps overlap
-                self._launch(plan, sampled)
+                self._launch(staged, sampled, began)
                 if not self._overlaps:
                     sampled = self._sample()
             except torch.OutOfMemoryError as error:
@@ -270,12 +272,11 @@ class Engine(GenerationMixin):
             raise IntegrityError("requests are waiting, but none is running and none can be planned")
         return self._commit(None)
 
-    def _launch(self, plan: Plan | None, previous: SampledStep | None) -> None:
-        """Launch the forward of a plan. Tokens of `previous` that it needs are read on the device."""
-        if plan is not None:
-            began = time.perf_counter()
-            output = self.runner.run(plan, None if previous is None else previous.output.tokens)
-            self._launched = LaunchedStep(plan, output, began)
+    def _launch(self, staged: Staged | None, previous: SampledStep | None, began: float) -> None:
+        """Launch the forward of a plan, if there is one. It reads the tokens of `previous` on the device."""
+        if staged is not None:
+            output = self.runner.launch(staged, None if previous is None else previous.output.tokens)
+            self._launched = LaunchedStep(staged.plan, output, began)
 
     def _sample(self) -> SampledStep | None:
         """Sample the tokens of the step that is launched, if there is one."""

@@ -16,13 +16,13 @@ import torch
 from bagu.serve.adapters.layers import NO_ADAPTER, Rows
 from bagu.serve.kv.paged import Batch, PagedKV
 
-__all__ = ["GraphDecode", "Uniform", "bucket", "pad", "uniform"]
+__all__ = ["Captured", "GraphDecode", "Uniform", "bucket", "pad", "uniform"]
 
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     batch: Batch  # the inputs, filled before each replay
-    hidden: torch.Tensor  # the output
+    hidden: torch.Tensor  # the output, of the padded tokens
 
 
 def bucket(count: int, *, coarse: bool = False) -> int:
@@ -79,7 +79,7 @@ def addresses(model: torch.nn.Module) -> list[int]:
 
 
 class GraphDecode:
-    """The forward of a batch of sequences with equally many new tokens, as a graph replay. Satisfies runner.Forward."""
+    """The forward of a batch of sequences with equally many new tokens, as a graph replay."""
 
     def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int, adapters: Rows | None = None) -> None:
         self.model, self.kv, self.max_model_len, self.adapters = model, kv, max_model_len, adapters
@@ -94,7 +94,9 @@ class GraphDecode:
         weights are new tensors after every change; the old ones still exist here, so that their addresses differ."""
         return self._addresses == addresses(model)
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def load(self, batch: Batch) -> Captured:
+        """The graph for this batch, captured if it is the first of its bucket, with the batch as its input. Replay it
+        before the next call."""
         rows, each = bucket(len(batch.context_lens)), batch.max_len
         context = min(bucket(batch.max_context, coarse=True), self.max_model_len)
         padded = pad(batch, rows, context, self.kv.block_size, self.spare)
@@ -105,8 +107,7 @@ class GraphDecode:
         for into, new in zip(found.batch, padded, strict=True):
             if isinstance(into, torch.Tensor) and isinstance(new, torch.Tensor):
                 into.copy_(new)
-        found.graph.replay()
-        return found.hidden[: len(batch.ids)]
+        return found
 
     def _capture(self, batch: Batch) -> Captured:
         self.kv.load(batch)

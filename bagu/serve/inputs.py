@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -12,7 +14,17 @@ from bagu.serve.graphs import uniform
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
-__all__ = ["StepInputs"]
+__all__ = ["Late", "StepInputs"]
+
+
+class Late(NamedTuple):
+    """The tokens of a step that the previous step has not sampled yet."""
+
+    rows: torch.Tensor  # in the ids of the step
+    samples: torch.Tensor  # indices into the tokens that the previous step samples
+
+    def fill(self, ids: torch.Tensor, tokens: torch.Tensor) -> None:
+        ids.index_copy_(0, self.rows, tokens.index_select(0, self.samples))
 
 
 class StepInputs:
@@ -54,20 +66,17 @@ class StepInputs:
             return None
         return np.array(each, dtype=np.int64).repeat(np.diff(plan.cu_seqlens))
 
-    def decodes(self, plan: Plan, late: torch.Tensor | None) -> Decodes:
-        """The plan as arrays with an entry per token."""
+    def decodes(self, plan: Plan) -> Decodes:
+        """The plan as arrays with an entry per token. Late tokens are not in it yet."""
         if plan.max_len == 1:
             new = np.array((plan.ids, plan.context_lens, plan.table_rows))
         else:
             rows = np.array(plan.table_rows).repeat(np.diff(plan.cu_seqlens))
             new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
-        for row, which in plan.late:
-            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
-            new[0, row] = late[which]
         return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
 
-    def batch(self, plan: Plan, late: torch.Tensor | None) -> Batch:
-        """The plan as tensors on the device."""
+    def batch(self, plan: Plan) -> tuple[Batch, Late | None]:
+        """The plan as tensors on the device, and what is still to be put into them."""
         B = self.kv.block_size
         n = plan.num_decodes
         if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
@@ -81,13 +90,10 @@ class StepInputs:
         slots = self.tables[owner, block] * np.int64(B) + place
         tables = self.tables[rows, : -(-plan.max_context // B)]
         adapters = self.slots(plan)
-        ids, positions, into = self.to_device(words, places, slots)
+        ids, positions, into = self.to_device(words.clip(min=0), places, slots)  # late ones are any token until then
         cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
-        if plan.late:
-            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
-            where, which = self.to_device(*np.array(plan.late, dtype=np.int64).T)
-            ids.index_copy_(0, where, late.index_select(0, which))
-        return Batch(
+        late = Late(*self.to_device(*np.array(plan.late, dtype=np.int64).T)) if plan.late else None
+        batch = Batch(
             ids=ids,
             positions=positions,
             slots=into,
@@ -100,15 +106,16 @@ class StepInputs:
             decode_context=max(plan.context_lens[:n], default=0),
             adapters=None if adapters is None else self.to_device(adapters)[0],
         )
+        return batch, late
 
-    def uniform_batch(self, plan: Plan, late: torch.Tensor | None, each: int) -> tuple[Batch, torch.Tensor]:
-        """The plan with every sequence padded to `each` tokens, and the rows of its own tokens among them."""
+    def uniform_batch(self, plan: Plan, each: int) -> tuple[Batch, Late | None, torch.Tensor]:
+        """As `batch`, with every sequence padded to `each` tokens, and the rows of the plan's own tokens among them."""
         B, spare = self.kv.block_size, self.kv.num_blocks - 1  # no table has the last block (build.py)
         lengths, rows = np.array(plan.context_lens), np.array(plan.table_rows)
         positions, real, lengths = uniform(np.array(plan.cu_seqlens), lengths, each)
         slots = self.tables[rows[:, None], positions // B] * np.int64(B) + positions % B
         words, own = np.zeros(real.shape, dtype=np.int64), np.flatnonzero(real)
-        words[real] = plan.ids
+        words[real] = np.maximum(plan.ids, 0)
         longest = int(lengths.max())
         offsets = np.arange(0, words.size + 1, each, dtype=np.int32)
         ids, places, into, kept = self.to_device(
@@ -117,11 +124,10 @@ class StepInputs:
         cu_seqlens, context_lens, block_tables = self.to_device(
             offsets, lengths.astype(np.int32), self.tables[rows, : -(-longest // B)]
         )
+        late = None
         if plan.late:
-            assert late is not None, "a plan with late tokens needs the tokens of the previous plan"
             which = np.array(plan.late, dtype=np.int64)
-            where, source = self.to_device(own[which[:, 0]], which[:, 1])
-            ids.index_copy_(0, where, late.index_select(0, source))
+            late = Late(*self.to_device(own[which[:, 0]], which[:, 1]))
         adapters = self.slots(plan)
         if adapters is not None:
             padded = np.full(real.shape, NO_ADAPTER, dtype=np.int64)
@@ -131,4 +137,4 @@ class StepInputs:
         batch = Batch(
             ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0, own_adapters
         )  # fmt: skip
-        return batch, kept
+        return batch, late, kept

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,26 +33,35 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.vocab_loss import vocab_cross_entropy
 from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear
 from bagu.serve.config import EngineConfig
-from bagu.serve.cpu.compiled import CompiledDecode, PackedLinear, Rounding, compiles, has_int8_dot, lanes
+from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles, has_int8_dot, lanes
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, match
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
-from bagu.serve.graphs import GraphDecode, bucket
-from bagu.serve.inputs import StepInputs
+from bagu.serve.graphs import Captured, GraphDecode, bucket
+from bagu.serve.inputs import Late, StepInputs
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 from bagu.serve.quantization import quantized
 
-__all__ = ["Forward", "Runner", "RunnerOutput"]
+__all__ = ["Runner", "RunnerOutput", "Staged"]
 
 # Tokens of a step that C++ computes, if a sequence has several. On Linux for ARM, where torch multiplies by OpenBLAS,
 # the C++ is 1.47 times as fast as the forward at 256 tokens and 1.06 times at 1,024 (8M model, fp32, one Neoverse-N1
 # core). On x86 and macOS torch has faster products than the C++, and longer steps gain little or lose.
 SHORT_STEP = 1024 if platform.machine() == "aarch64" else 128
-Forward = Callable[[Batch], torch.Tensor]  # returns the hidden states [T, D]
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and their argmax or None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A plan whose inputs are on the device, except for the tokens that the previous plan samples."""
+
+    plan: Plan
+    inputs: Batch | Captured | Decodes  # for the layers, for a CUDA graph, for the C++
+    late: Late | None = None
+    own: torch.Tensor | None = None  # rows of the plan's tokens, if there is padding between them
 
 
 class RunnerOutput(NamedTuple):
@@ -96,7 +106,7 @@ class Runner(StepInputs):
         if not self._only_compiled(rounding):
             layers = model if kind is None or (kind == "fp8" and on_cpu) else quantized(model, kind)
             self.model = layers if self.adapters is None else self.adapters.wrap(layers)
-        self.decode: Forward | None = None  # a CUDA graph for steps with one token per sequence
+        self.decode: GraphDecode | None = None  # for steps without prompts
         if self.device.type == "cuda" and self.config.cuda_graphs:
             assert self.model is not None, "the C++ is for CPUs"
             if self.graphs is None or not self.graphs.reads(self.model):
@@ -186,15 +196,32 @@ class Runner(StepInputs):
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
         """Compute the plan. Afterwards its tokens' keys and values are in the pool. `late` are the tokens that the
-        previous plan sampled, on the device, if `plan.late` refers to them.
-        """
+        previous plan sampled, on the device, if `plan.late` refers to them."""
+        return self.launch(self.stage(plan), late)
+
+    def stage(self, plan: Plan) -> Staged:
+        """All of `run` that does not need the tokens of the previous plan. Launch it before the next call."""
         if plan.copies:
             self.kv.copy(plan.copies)
         self.write_tables(plan)
         if self.compiled is not None and self.is_short(plan):
-            hidden = self.compiled(self.decodes(plan, late))
-        else:
-            hidden = self.layers(plan, late)
+            return Staged(plan, self.decodes(plan))
+        each = bucket(plan.max_len)
+        # the padding must not leave the tables
+        fits = plan.max_len == 1 or plan.max_context + each <= self.table_positions
+        if self.decode is None or plan.num_prompts or not fits:
+            return Staged(plan, *self.batch(plan))
+        if plan.max_len == 1:
+            batch, late = self.batch(plan)
+            return Staged(plan, self.decode.load(batch), late)
+        batch, late, own = self.uniform_batch(plan, each)
+        return Staged(plan, self.decode.load(batch), late, own)
+
+    def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:
+        """The rest of `run`: the forward and the logits."""
+        plan = staged.plan
+        assert late is not None or not plan.late, "a plan with late tokens needs the tokens of the previous plan"
+        hidden = self.hidden(staged, late)
         rows = plan.sample_rows
         all_rows = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
         sampled = hidden if all_rows else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
@@ -207,17 +234,23 @@ class Runner(StepInputs):
             return True
         return plan.num_tokens <= SHORT_STEP and not (self.config.invariant and plan.num_prompts)
 
-    def layers(self, plan: Plan, late: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states [T, D] by a CUDA graph if there is one for such steps, or by `Transformer.forward`."""
-        if self.decode is None or plan.num_prompts:
-            return self.forward(self.batch(plan, late))
-        if plan.max_len == 1:
-            return self.decode(self.batch(plan, late))
-        each = bucket(plan.max_len)
-        if plan.max_context + each > self.table_positions:  # the padding would leave the tables
-            return self.forward(self.batch(plan, late))
-        batch, rows = self.uniform_batch(plan, late, each)
-        return self.decode(batch).index_select(0, rows)
+    def hidden(self, staged: Staged, late: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states [T, D] of a staged plan."""
+        inputs = staged.inputs
+        if isinstance(inputs, Decodes):
+            assert self.compiled is not None, "only the C++ has such inputs"
+            for row, sample in staged.plan.late:
+                inputs.new[0, row] = late[sample]  # type: ignore[index]
+            return self.compiled(inputs)
+        batch = inputs.batch if isinstance(inputs, Captured) else inputs
+        if staged.late is not None and late is not None:
+            staged.late.fill(batch.ids, late)
+        if isinstance(inputs, Batch):
+            return self.forward(inputs)
+        inputs.graph.replay()
+        return (
+            inputs.hidden[: staged.plan.num_tokens] if staged.own is None else inputs.hidden.index_select(0, staged.own)
+        )
 
     def forward(self, batch: Batch) -> torch.Tensor:
         assert self.model is not None, "the C++ computes all steps"

@@ -122,8 +122,8 @@ def test_choices_of_a_prompt_compute_it_once_up_to_a_block() -> None:
     """19 of the first choice's 20 tokens (the last is only predicted); of the others those after the 2 shared blocks
     that end before the first scored position."""
     engine, computed = small_engine(MODEL, block_size=8), []
-    run = engine.runner.run
-    engine.runner.run = lambda plan, late=None: computed.append(plan.num_tokens) or run(plan, late)  # type: ignore[method-assign, func-returns-value]
+    stage = engine.runner.stage
+    engine.runner.stage = lambda plan: computed.append(plan.num_tokens) or stage(plan)  # type: ignore[method-assign, func-returns-value]
     prompt = list(range(5, 22))
     engine.score([[*prompt, t, t + 1, t + 2] for t in range(1, 5)], [17] * 4)
     assert sum(computed) == 19 + 3 * (19 - 16)

@@ -17,8 +17,7 @@ from bagu.nn.model import Transformer
 from bagu.parallel.tensor import check_sizes
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.paged import PagedKV
-from bagu.serve.plan import Plan
-from bagu.serve.runner import Runner, RunnerOutput
+from bagu.serve.runner import Runner, RunnerOutput, Staged
 from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.messages import Cache, Logits, Logprobs, Setup, Step
 from bagu.serve.tp.parts import send_parts
@@ -50,13 +49,13 @@ class LeadRunner(Runner):
         ranks.send(Cache(kv.num_blocks, kv.block_size, max_model_len))
         super().__init__(model, kv, config, max_model_len, ranks.mesh)
 
-    def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
-        tokens = late if plan.late else None
-        self.ranks.send(Step(replace(plan, slices=[], sampled=[]), 0 if tokens is None else len(tokens)))
+    def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:
+        tokens = late if staged.plan.late else None
+        self.ranks.send(Step(replace(staged.plan, slices=[], sampled=[]), 0 if tokens is None else len(tokens)))
         with self.ranks.explained():
             if tokens is not None:
                 dist.broadcast(tokens, 0)
-            return super().run(plan, late)
+            return super().launch(staged, late)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.ranks.send(Logits(len(hidden)))
