@@ -16,7 +16,7 @@ import torch
 from bagu.serve.adapters.layers import NO_ADAPTER, Rows
 from bagu.serve.kv.paged import Batch, PagedKV
 
-__all__ = ["Captured", "GraphDecode", "Uniform", "bucket", "pad", "uniform"]
+__all__ = ["Captured", "GraphDecode", "Uniform", "bucket", "copy_padded", "pad", "uniform"]
 
 
 class Captured(NamedTuple):
@@ -35,26 +35,39 @@ def bucket(count: int, *, coarse: bool = False) -> int:
 def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> Batch:
     """Pad the batch to `rows` sequences of `max_len` tokens each, and tables of `context` positions; the new
     sequences use block `spare`."""
-    each, blocks = batch.max_len, -(-context // block_size)
-    extra = rows - len(batch.context_lens)
-
-    def grow(x: torch.Tensor, value: int, count: int = extra) -> torch.Tensor:
-        return torch.cat((x, x.new_full((count, *x.shape[1:]), value)))
-
-    tables = torch.nn.functional.pad(batch.block_tables, (0, blocks - batch.block_tables.shape[1]))
-    return Batch(
-        ids=grow(batch.ids, 0, extra * each),
-        positions=grow(batch.positions, 0, extra * each),
-        slots=grow(batch.slots, spare * block_size, extra * each),
-        cu_seqlens=torch.arange(0, (rows + 1) * each, each, dtype=torch.int32, device=batch.ids.device),
-        context_lens=grow(batch.context_lens, each),
-        block_tables=grow(tables, spare),
+    each, device = batch.max_len, batch.ids.device
+    ids, positions, slots, adapters = (torch.empty(rows * each, dtype=torch.int64, device=device) for _ in range(4))
+    padded = Batch(
+        ids=ids,
+        positions=positions,
+        slots=slots,
+        cu_seqlens=torch.arange(0, (rows + 1) * each, each, dtype=torch.int32, device=device),
+        context_lens=torch.empty(rows, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(rows, -(-context // block_size), dtype=torch.int32, device=device),
         max_len=each,
         max_context=context,
         num_decodes=rows if each == 1 else 0,
         decode_context=context if each == 1 else 0,
-        adapters=None if batch.adapters is None else grow(batch.adapters, NO_ADAPTER, extra * each),
+        adapters=None if batch.adapters is None else adapters,
     )
+    copy_padded(padded, batch, block_size, spare)
+    return padded
+
+
+def copy_padded(into: Batch, batch: Batch, block_size: int, spare: int) -> None:
+    """Copy a batch into one that `pad` has made for its bucket. Table entries behind the batch's context stay as they
+    are: no kernel reads them."""
+    paddings = (0, 0, spare * block_size, into.max_len, spare, NO_ADAPTER)
+    for old, new, padding in zip(_inputs(into), _inputs(batch), paddings, strict=True):
+        if old is not None and new is not None:
+            (old[: len(new)] if new.dim() == 1 else old[: len(new), : new.shape[1]]).copy_(new)
+            if len(new) < len(old):
+                old[len(new) :].fill_(padding)
+
+
+def _inputs(batch: Batch) -> tuple[torch.Tensor | None, ...]:
+    """What differs between batches of one bucket."""
+    return batch.ids, batch.positions, batch.slots, batch.context_lens, batch.block_tables, batch.adapters
 
 
 class Uniform(NamedTuple):
@@ -99,14 +112,13 @@ class GraphDecode:
         before the next call."""
         rows, each = bucket(len(batch.context_lens)), batch.max_len
         context = min(bucket(batch.max_context, coarse=True), self.max_model_len)
-        padded = pad(batch, rows, context, self.kv.block_size, self.spare)
-        key = rows, each, context, padded.adapters is not None
+        key = rows, each, context, batch.adapters is not None
         found = self.captured.get(key)
         if found is None:
+            padded = pad(batch, rows, context, self.kv.block_size, self.spare)
             found = self.captured[key] = self._capture(padded)
-        for into, new in zip(found.batch, padded, strict=True):
-            if isinstance(into, torch.Tensor) and isinstance(new, torch.Tensor):
-                into.copy_(new)
+        else:
+            copy_padded(found.batch, batch, self.kv.block_size, self.spare)
         return found
 
     def _capture(self, batch: Batch) -> Captured:

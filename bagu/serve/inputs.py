@@ -90,9 +90,10 @@ class StepInputs:
         slots = self.tables[owner, block] * np.int64(B) + place
         tables = self.tables[rows, : -(-plan.max_context // B)]
         adapters = self.slots(plan)
-        ids, positions, into = self.to_device(words.clip(min=0), places, slots)  # late ones are any token until then
+        late_rows = np.array(plan.late, dtype=np.int64).reshape(-1, 2).T
+        # a late id is any token until it is known
+        ids, positions, into, *which = self.to_device(words.clip(min=0), places, slots, *late_rows)
         cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
-        late = Late(*self.to_device(*np.array(plan.late, dtype=np.int64).T)) if plan.late else None
         batch = Batch(
             ids=ids,
             positions=positions,
@@ -106,7 +107,7 @@ class StepInputs:
             decode_context=max(plan.context_lens[:n], default=0),
             adapters=None if adapters is None else self.to_device(adapters)[0],
         )
-        return batch, late
+        return batch, Late(*which) if plan.late else None
 
     def uniform_batch(self, plan: Plan, each: int) -> tuple[Batch, Late | None, torch.Tensor]:
         """As `batch`, with every sequence padded to `each` tokens, and the rows of the plan's own tokens among them."""
@@ -118,16 +119,13 @@ class StepInputs:
         words[real] = np.maximum(plan.ids, 0)
         longest = int(lengths.max())
         offsets = np.arange(0, words.size + 1, each, dtype=np.int32)
-        ids, places, into, kept = self.to_device(
-            words.ravel(), positions.ravel(), np.where(real, slots, spare * B).ravel(), own
+        late = np.array(plan.late, dtype=np.int64).reshape(-1, 2)
+        ids, places, into, kept, *which = self.to_device(
+            words.ravel(), positions.ravel(), np.where(real, slots, spare * B).ravel(), own, own[late[:, 0]], late[:, 1]
         )
         cu_seqlens, context_lens, block_tables = self.to_device(
             offsets, lengths.astype(np.int32), self.tables[rows, : -(-longest // B)]
         )
-        late = None
-        if plan.late:
-            which = np.array(plan.late, dtype=np.int64)
-            late = Late(*self.to_device(own[which[:, 0]], which[:, 1]))
         adapters = self.slots(plan)
         if adapters is not None:
             padded = np.full(real.shape, NO_ADAPTER, dtype=np.int64)
@@ -137,4 +135,4 @@ class StepInputs:
         batch = Batch(
             ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0, own_adapters
         )  # fmt: skip
-        return batch, late, kept
+        return batch, Late(*which) if plan.late else None, kept

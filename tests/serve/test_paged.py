@@ -12,7 +12,7 @@ from bagu.errors import ArgumentError
 from bagu.nn.config import MLAConfig, ModelConfig
 from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
-from bagu.serve.graphs import bucket, pad
+from bagu.serve.graphs import bucket, copy_padded, pad
 from bagu.serve.kv.paged import Batch, PagedKV, block_bytes
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
@@ -85,11 +85,22 @@ def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
         num_decodes=3, decode_context=9,
     )  # fmt: skip
     hidden = []
-    for b in (batch, pad(batch, bucket(3), bucket(9, coarse=True), 4, 8)):
+    padded = pad(batch, bucket(3), bucket(9, coarse=True), 4, 8)
+    full = [torch.cat((t, t[:1])) for t in (batch.ids, batch.positions, batch.slots, batch.context_lens)]
+    reused = pad(
+        batch._replace(ids=full[0], positions=full[1], slots=full[2], context_lens=full[3],
+                       block_tables=torch.tensor([[7, 7, 7, 7]] * 4, dtype=torch.int32)),
+        bucket(3), bucket(9, coarse=True), 4, 8,
+    )  # fmt: skip
+    copy_padded(reused, batch, 4, 8)  # after a larger batch
+    for b in (batch, padded, reused):
         kv.load(b)
         with torch.inference_mode():
             hidden.append(model(b.ids, b.positions, b.cu_seqlens, 1, kv).hidden[:3])
-    torch.testing.assert_close(hidden[1], hidden[0])
+    for found in hidden[1:]:
+        torch.testing.assert_close(found, hidden[0])
+    for name in ("ids", "positions", "slots", "context_lens"):
+        assert torch.equal(getattr(reused, name), getattr(padded, name)), name
     assert [bucket(n) for n in (1, 2, 3, 5, 32, 33, 65)] == [1, 2, 4, 8, 32, 64, 96]
 
 

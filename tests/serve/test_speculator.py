@@ -221,11 +221,16 @@ def test_sequences_padded_to_equal_length_have_the_same_rows(each: int) -> None:
         pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(0)))
     before, late = [pool.clone() for pool in kv.tensors], torch.tensor([33])
     with torch.inference_mode():
-        want = runner.forward(runner.batch(plan, late))
+        batch, late_rows = runner.batch(plan)
+        assert late_rows is not None
+        late_rows.fill(batch.ids, late)
+        want = runner.forward(batch)
         after = [pool.clone() for pool in kv.tensors]
         for pool, old in zip(kv.tensors, before, strict=True):
             pool.copy_(old)
-        batch, rows = runner.uniform_batch(plan, late, each)
+        batch, late_rows, rows = runner.uniform_batch(plan, each)
+        assert late_rows is not None
+        late_rows.fill(batch.ids, late)
         assert len(batch.ids) == 3 * each and batch.max_len == each
         got = runner.forward(pad(batch, 4, 32, 4, 32)).index_select(0, rows)
     torch.testing.assert_close(got, want)
