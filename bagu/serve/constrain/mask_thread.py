@@ -2,7 +2,7 @@
 
 A thread that is started waits for the GIL, and the other one gives it up only where it waits, or after 5 ms. So the
 engine's thread waits until this one is about to leave Python: `before` is called first, then `compute`, which must
-release the GIL at once.
+release the GIL at once. Both return the seconds that they took.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from threading import Thread
 
 __all__ = ["MaskThread"]
 
-Task = tuple[Callable[[], object], Callable[[], float]]
+Task = tuple[Callable[[], float], Callable[[], float]]
 
 
 class MaskThread:
@@ -28,13 +28,13 @@ class MaskThread:
         Thread(target=_run, args=queues, name="masks", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
 
-    def start(self, before: Callable[[], object], compute: Callable[[], float]) -> None:
+    def start(self, before: Callable[[], float], compute: Callable[[], float]) -> None:
         """Call `before` and then `compute` in the thread. Returns when `before` has returned."""
         self._tasks.put((before, compute))
         self._began.get()
 
     def result(self) -> float:
-        """What `compute` has returned; raises what one of the two has raised."""
+        """The seconds of both; raises what one of them has raised."""
         found = self._results.get()
         if isinstance(found, BaseException):
             raise found
@@ -48,10 +48,10 @@ def _run(
         before, compute = task
         try:
             try:
-                before()
+                seconds = before()
             finally:
                 began.put(None)
-            results.put(compute())
+            results.put(seconds + compute())
         except BaseException as error:  # raised in the engine's thread
             results.put(error)
         del task, before, compute  # they refer to the engine

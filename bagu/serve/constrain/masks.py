@@ -63,7 +63,7 @@ class Masks:
         self._failures: dict[tuple[str, int], str] = {}
         cores, self._pinned = available_cores(), device.type == "cuda"
         self.threads = max(1, min(MAX_THREADS, cores // 2 if self._pinned else cores))
-        self._buffer = torch.empty(0, dtype=torch.int32)
+        self._buffer = self._masks = torch.empty(0, 0, dtype=torch.int32)
         self._executor: Any = None
         self._thread: MaskThread | None = None
         self._started: _Job | None = None
@@ -118,8 +118,7 @@ class Masks:
             job = self._job(plan, ())
             if job is None:
                 return None
-            self._consume(job)
-            self.mask_s += self._fill(job)
+            self.mask_s += self._consume(job) + self._fill(job)
         self._finish_rows(job)
         self.wait_s += time.perf_counter() - began
         return job.masks
@@ -157,19 +156,24 @@ class Masks:
     def _memory(self, rows: int) -> torch.Tensor:
         """[rows, W] int32, for a GPU in pinned memory. The same for every step: the copy of a mask to a GPU is complete
         when the tokens that were sampled with it are on the host, and the next masks need these."""
-        words = -(-self.vocab_size // 32)
-        if self._buffer.numel() < rows * words:
-            self._buffer = torch.empty(rows * words, dtype=torch.int32, pin_memory=self._pinned)
-        return self._buffer[: rows * words].view(rows, words)
+        if len(self._masks) != rows:
+            if len(self._buffer) < rows:
+                shape = rows, -(-self.vocab_size // 32)
+                self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
+            self._masks = self._buffer[:rows]
+        return self._masks
 
-    def _consume(self, job: _Job) -> None:
-        """Advance the matchers by the tokens that are new. One that cannot is in an error state afterwards."""
+    def _consume(self, job: _Job) -> float:
+        """Advance the matchers by the tokens that are new; returns the seconds that it took. A matcher that cannot is
+        in an error state afterwards."""
+        began = time.perf_counter()
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self.threads)
         if job.new:
             self._executor.consume_token_par(job.new)
+        return time.perf_counter() - began
 
     def _fill(self, job: _Job) -> float:
         """Compute the masks of the constrained rows; returns the seconds that it took."""
