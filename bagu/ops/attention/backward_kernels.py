@@ -32,11 +32,11 @@ from bagu.ops.attention.score_kernels import (
 __all__ = ["dkdv_kernel", "dq_kernel"]
 
 
-@triton.jit(do_not_specialize=["T", "H", "per_group", "window"])
+@triton.jit(do_not_specialize=["equal", "T", "H", "per_group", "window"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, out_ptr, lse_ptr, dq_ptr, stats_ptr, tiles_ptr, T, H,
+    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, out_ptr, lse_ptr, dq_ptr, stats_ptr, tiles_ptr, equal, T, H,
     per_group, window, scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride,
-    out_stride, q_head_stride, k_head_stride, v_head_stride, dout_head_stride, out_head_stride,
+    out_stride, q_head_stride, k_head_stride, v_head_stride, dout_head_stride, out_head_stride, dq_stride,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
     CAP: tl.constexpr, ACC: tl.constexpr,
@@ -46,7 +46,7 @@ def dq_kernel(
     Also store delta and log2(e) * lse as [H, T], so that `dkdv_kernel` reads contiguous blocks of them. A query that
     attends to no key has lse = -inf; +inf is stored for it, which makes its P zero.
     """
-    h, begin, length, block = work(tiles_ptr)
+    h, begin, length, block = work(tiles_ptr, equal, M)
     g = h // per_group
     ALIBI: tl.constexpr = slopes_ptr is not None
     scale, cap = constants(scale_high, scale_low, cap_high, cap_low, ACC)
@@ -90,14 +90,15 @@ def dq_kernel(
 
     dq = dq * (scale * cap * LN2)
     d = tl.arange(0, DW)
-    tl.store(dq_ptr + row * D + r[:, None] * (H * D) + d[None, :], dq, (i < length)[:, None] & (d < D)[None, :])
+    dq_ptr += (begin + block * M) * dq_stride + h * D
+    tl.store(dq_ptr + r[:, None] * dq_stride + d[None, :], dq, (i < length)[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "G", "per_group", "window"])
+@triton.jit(do_not_specialize=["equal", "T", "G", "per_group", "window"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, tiles_ptr, T, G, per_group, window,
-    scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride, q_head_stride, k_head_stride,
-    v_head_stride, dout_head_stride,
+    q_ptr, k_ptr, v_ptr, slopes_ptr, dout_ptr, stats_ptr, dk_ptr, dv_ptr, tiles_ptr, equal, T, G, per_group,
+    window, scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, dout_stride, q_head_stride,
+    k_head_stride, v_head_stride, dout_head_stride, dk_stride, dv_stride,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
     CAP: tl.constexpr, ACC: tl.constexpr, GROUPED: tl.constexpr,
@@ -107,7 +108,7 @@ def dkdv_kernel(
     Scores are transposed, so that P and dS are operands in registers. Blocks on the diagonal are masked inside the one
     loop: a second loop makes the compiler spill, which costs more (journal 004).
     """
-    g, begin, length, block = work(tiles_ptr)
+    g, begin, length, block = work(tiles_ptr, equal, N)
     ALIBI: tl.constexpr = slopes_ptr is not None
     scale, cap = constants(scale_high, scale_low, cap_high, cap_low, ACC)
     j = block * N + tl.arange(0, N)
@@ -159,6 +160,7 @@ def dkdv_kernel(
 
     dk = dk * (scale * cap * LN2)
     r, d, e = tl.arange(0, N), tl.arange(0, DW), tl.arange(0, EW)
-    row = (begin + block * N) * G + g
-    tl.store(dk_ptr + row * D + r[:, None] * (G * D) + d[None, :], dk, (j < length)[:, None] & (d < D)[None, :])
-    tl.store(dv_ptr + row * E + r[:, None] * (G * E) + e[None, :], dv, (j < length)[:, None] & (e < E)[None, :])
+    dk_ptr += (begin + block * N) * dk_stride + g * D
+    dv_ptr += (begin + block * N) * dv_stride + g * E
+    tl.store(dk_ptr + r[:, None] * dk_stride + d[None, :], dk, (j < length)[:, None] & (d < D)[None, :])
+    tl.store(dv_ptr + r[:, None] * dv_stride + e[None, :], dv, (j < length)[:, None] & (e < E)[None, :])

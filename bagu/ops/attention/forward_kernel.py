@@ -26,15 +26,15 @@ from bagu.ops.attention.score_kernels import (
 __all__ = ["forward_kernel"]
 
 
-@triton.jit(do_not_specialize=["H", "per_group", "window"])
+@triton.jit(do_not_specialize=["equal", "H", "per_group", "window"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, slopes_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, H, per_group, window, scale_high,
-    scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, q_head_stride, k_head_stride, v_head_stride,
+    q_ptr, k_ptr, v_ptr, slopes_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, equal, H, per_group, window,
+    scale_high, scale_low, cap_high, cap_low, q_stride, k_stride, v_stride, q_head_stride, k_head_stride, v_head_stride,
     D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RAW: tl.constexpr,
     CAP: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    h, begin, length, block = work(tiles_ptr)
+    h, begin, length, block = work(tiles_ptr, equal, M)
     g = h // per_group
     ALIBI: tl.constexpr = slopes_ptr is not None
     scale, cap = constants(scale_high, scale_low, cap_high, cap_low, ACC)

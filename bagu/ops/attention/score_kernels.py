@@ -25,13 +25,19 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def work(tiles_ptr):
-    """This program's head and tile: the begin and length of its segment, and the block (work_list.py).
+def work(tiles_ptr, equal=0, ROWS: tl.constexpr = 1):
+    """This program's head and tile: the begin and length of its segment, and the block (work_list.py). Without a list,
+    every segment has the length `equal`, and a block ROWS rows.
 
     Head and begin are 64-bit: a tensor may have more than 2^31 elements.
     """
-    tile = tiles_ptr + 3 * tl.program_id(0)
-    return tl.program_id(1).to(tl.int64), tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    head, at = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    if tiles_ptr is None:
+        blocks = tl.cdiv(equal, ROWS)
+        return head, (at // blocks).to(tl.int64) * equal, equal, at % blocks
+    else:
+        tile = tiles_ptr + 3 * at
+        return head, tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ not 16-byte aligned are copied first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,15 @@ def _blocks(q: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float
     return blocks_for(q.shape[-1], v.shape[-1], tma=reads_by_tma(q), terms=terms)
 
 
+def _tiles(
+    cu_seqlens: torch.Tensor | None, T: int, max_len: int, rows: int, *, from_end: bool
+) -> tuple[torch.Tensor | None, int]:
+    """The list of tiles, and how many programs compute them; None if all segments have max_len tokens."""
+    if cu_seqlens is None:
+        return None, T // max_len * triton.cdiv(max_len, rows)
+    return list_tiles(cu_seqlens, T, max_len, rows, from_end=from_end)
+
+
 def _constants(
     q: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool, window: int | None,
     softcap: float | None, block: Block,
@@ -80,10 +90,11 @@ def _constants(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, slopes: torch.Tensor | None,
     bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
     scale: float | None, softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Without `cu_seqlens` every segment has max_len tokens, and no list of tiles is made."""
     (T, H, D), (G, E) = q.shape, v.shape[1:]
     out, lse = q.new_empty(T, H, E), q.new_empty(T, H, dtype=accumulator(q.dtype))
     if T == 0:
@@ -92,10 +103,10 @@ def forward(
     slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
     block = _blocks(q, v, window, softcap).forward
     q, k, v = (readable(x) for x in (q, k, v))
-    tiles, count = list_tiles(cu_seqlens, T, max_len, block.M, from_end=False)
+    tiles, count = _tiles(cu_seqlens, T, max_len, block.M, from_end=False)
     _launch(
-        forward_kernel, (count, H), q, k, v, slopes, sinks, out, lse, tiles, H, H // G, _reach(window, max_len),
-        *_scores(scale, softcap), q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1),
+        forward_kernel, (count, H), q, k, v, slopes, sinks, out, lse, tiles, max_len, H, H // G,
+        _reach(window, max_len), *_scores(scale, softcap), *(x.stride(d) for d in (0, 1) for x in (q, k, v)),
         **_constants(q, v, slopes, causal, window, softcap, block),
     )  # fmt: skip
     return out, lse
@@ -119,29 +130,32 @@ def invariant_forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None,
     slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None,
+    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None, *,
+    into: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """`into` are dq, dk and dv to write, with any stride between tokens."""
     (T, H, D), (G, E) = q.shape, v.shape[1:]
     scale = D**-0.5 if scale is None else scale
     slopes = None if slopes is None else slopes.contiguous()
     q, k, v, dout, out = *(readable(x) for x in (q, k, v, dout)), side_by_side(out)
     stats = q.new_empty(H, T, 2, dtype=lse.dtype)  # log2 and delta (backward_kernels.py)
-    dq, dk, dv = q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)
+    dq, dk, dv = (q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)) if into is None else into
     if T > 0:
         blocks, read = _blocks(q, v, window, softcap), (q, k, v, slopes, dout)
         scalars = H // G, _reach(window, max_len), *_scores(scale, softcap)
         sized = lambda block: _constants(q, v, slopes, causal, window, softcap, block)  # noqa: E731
-        tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dq.M, from_end=False)
+        tiles, count = _tiles(cu_seqlens, T, max_len, blocks.dq.M, from_end=False)
         _launch(
-            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, stats, tiles, T, H, *scalars,
-            *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout, out)), **sized(blocks.dq),
+            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, stats, tiles, max_len, T, H, *scalars,
+            *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout, out)), dq.stride(0), **sized(blocks.dq),
         )  # fmt: skip
-        tiles, count = list_tiles(cu_seqlens, T, max_len, blocks.dkdv.N, from_end=True)
+        tiles, count = _tiles(cu_seqlens, T, max_len, blocks.dkdv.N, from_end=True)
         _launch(
-            dkdv_kernel, (count, G), *read, stats, dk, dv, tiles, T, G, *scalars,
-            *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout)), GROUPED=H != G, **sized(blocks.dkdv),
+            dkdv_kernel, (count, G), *read, stats, dk, dv, tiles, max_len, T, G, *scalars,
+            *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout)), dk.stride(0), dv.stride(0), GROUPED=H != G,
+            **sized(blocks.dkdv),
         )  # fmt: skip
     dsinks = None
     if sinks is not None:
