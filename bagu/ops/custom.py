@@ -47,7 +47,7 @@ def register(spec: OpSpec, backend: str, forward: Forward, backward: Backward | 
     link, grad_op = Link.of(spec), getattr(torch.ops.bagu, f"{spec.name}_{backend}_backward")
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        link.keep(ctx, inputs, listed(output))
+        link.keep(ctx, inputs, results := listed(output), len(results))
 
     def backward_of(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         wanted = ctx.needs_input_grad

@@ -202,7 +202,8 @@ def _by_name(forward: Callable[..., Any]) -> Route:
 def _as_node(node: Node, first: torch.Tensor, values: Sequence[Any]) -> Route:
     if not first.is_cuda:
         return lambda args, values, pointers: node(*values)
-    calls, wanted = node.repeated(), node.wanted(values)  # both depend only on the kind of a GPU call
+    wanted = node.wanted(values)  # depends only on the kind of a GPU call
+    calls = node.repeated() if wanted else node.without_residuals()
     return lambda args, values, pointers: node.run(calls, wanted, values, pointers)
 
 

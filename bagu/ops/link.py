@@ -59,10 +59,10 @@ class Link:
             grad_inputs=tuple(tuple(places[n] for n, m in made.items() if m == i) for i in range(len(spec.made))),
         )
 
-    def keep(self, ctx: Any, inputs: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
-        """Store the values that the backward receives in the context of the forward."""
+    def keep(self, ctx: Any, inputs: Sequence[Any], results: Sequence[torch.Tensor], returned: int) -> None:
+        """Store the values that the backward receives in the context of the forward, which returns so many results."""
         known = (*inputs, *results)
-        ctx.mark_non_differentiable(*[results[i] for i in self.constant])
+        ctx.mark_non_differentiable(*[results[i] for i in self.constant if i < returned])
         ctx.save_for_backward(*[known[i] for i in self.saves])
         ctx.scalars = [inputs[i] for i in self.scalars]
 

@@ -21,9 +21,12 @@ from bagu.ops.replay import Host, Repeated, Replayed, kind_of, remember
 
 __all__ = ["Node", "backward_host", "forward_host", "paired"]
 
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of torch.utils.checkpoint and others
+
 
 class Node:
-    """An op on a backend as a differentiable function: takes positional values, returns outputs and residuals.
+    """An op on a backend as a differentiable function: takes positional values, returns its outputs, followed by
+    residuals if no gradient is needed.
 
     It creates one autograd node, or none if no gradient is needed. With a launcher, repeated calls are replayed.
     """
@@ -31,7 +34,7 @@ class Node:
     def __init__(
         self, spec: OpSpec, backend: str, forward: Forward, backward: Backward | None, launcher: Launcher | None = None
     ) -> None:
-        self.host, self.launcher = forward_host(spec, forward), launcher
+        self.host, self.launcher, self.outputs = forward_host(spec, forward), launcher, len(spec.sig.outputs)
         self.kinds: dict[tuple[Any, ...], Repeated] = {}
         self.backward = None if backward is None else _Backward(spec, backward, launcher)
         self.apply = None if self.backward is None else _function(spec, backend, self.backward)
@@ -44,6 +47,10 @@ class Node:
     def repeated(self) -> Repeated:
         """A new `Repeated` for the forwards of a new kind of call."""
         return Repeated(self.host, self.launcher)
+
+    def without_residuals(self) -> Repeated:
+        """The same for a kind that needs no gradient: a replay then allocates no tensors for the residuals."""
+        return Repeated(lambda values: self.host(values)[: self.outputs], self.launcher)
 
     def wanted(self, values: Sequence[Any]) -> bool:
         """Whether a gradient is needed."""
@@ -69,21 +76,38 @@ class _Backward(Replayed):
 
         super().__init__(host, lambda: launcher)
 
+    def after(
+        self, forward: Repeated | None, wanted: Sequence[bool], douts: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor | None], scalars: Sequence[Any],
+    ) -> Results:  # fmt: skip
+        """The gradients after a forward of this kind, or of any if it is None. After a known forward, the kind of a
+        backward is that of the incoming gradients; looking at all saved tensors takes as long as four launches."""
+        values = (wanted, *douts, *saved, *scalars)
+        if forward is None or forward.launcher is None or torch._C._len_torch_dispatch_stack():
+            return self(*values)
+        kind, pointers = kind_of(douts)
+        calls = self.kinds.get(key := (forward, wanted, *kind))
+        if calls is None:
+            calls = remember(self.kinds, key, Repeated(self.host, forward.launcher))
+        pointers += [t.data_ptr() for t in saved if t is not None]
+        return calls(values, pointers)
+
 
 def _function(spec: OpSpec, backend: str, back: _Backward) -> Callable[..., Results]:
     """The autograd.Function of the node; it takes the `Repeated` of the kind, the pointers, and then the inputs."""
-    link, several, inputs = back.link, len(back.link.flows) > 1, len(spec.names)
+    link, several, inputs, outputs = back.link, len(back.link.flows) > 1, len(spec.names), len(spec.sig.outputs)
 
     def forward(ctx: Any, calls: Repeated, pointers: Sequence[int], *values: Any) -> Any:
         results: Any = calls(values, pointers)
-        link.keep(ctx, values, results)
+        link.keep(ctx, values, results, outputs)
+        ctx.calls = calls if _saved_tensor_hooks(True) is None else None  # a hook may return other strides
         # By default autograd fills zeros for every result without a gradient: one launch for each residual, which no
         # backward reads. That is half of LayerNorm's four launches, and in linear_cross_entropy_loss as many bytes as
         # the weight has. It still does so for the custom ops, where a compiler drops the zeros.
         ctx.set_materialize_grads(False)
         if several:
             ctx.kinds = [(results[i].shape, results[i].dtype, results[i].device) for i in link.flows]
-        return results
+        return results[:outputs]  # autograd would wrap every residual
 
     @once_differentiable(spec.name)
     def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -94,7 +118,7 @@ def _function(spec: OpSpec, backend: str, back: _Backward) -> Callable[..., Resu
             for i, (shape, dtype, device) in enumerate(ctx.kinds):
                 if given[i] is None:
                     given[i] = torch.zeros(shape, dtype=dtype, device=device)
-        return None, None, *back(ctx.needs_input_grad[2:], *given, *ctx.saved_tensors, *ctx.scalars)
+        return None, None, *back.after(ctx.calls, ctx.needs_input_grad[2:], given, ctx.saved_tensors, ctx.scalars)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     # made by `type`, so that grad_fn has the op's name in error messages and profiles

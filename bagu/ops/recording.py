@@ -101,7 +101,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: OpSpec, *values: Any) -> tuple[torch.Tensor, ...]:
         results = tuple(spec.empty_results(dict(zip((a.name for a in spec.sig.inputs), values, strict=True))))
-        Link.of(spec).keep(ctx, values, results)
+        Link.of(spec).keep(ctx, values, results, len(results))
         return results
 
     @staticmethod

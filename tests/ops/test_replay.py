@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec
@@ -108,6 +110,23 @@ def test_halves_of_one_tensor_are_two_arguments() -> None:
     assert plans(run)
     gate, up = whole[:, :32], padded[:, 64:128].as_strided((4, 32), (64, 1))
     assert torch.equal(run(gate, up)[0], forward_of("swiglu", None)(gate, up)[0])
+
+
+def test_a_backward_reads_what_a_hook_made_of_a_saved_tensor() -> None:
+    """The kind of a backward follows from its forward's, unless a hook may lay out a saved tensor anew."""
+    spec = SPECS["rms_norm"]
+    module = spec.module("triton")
+    plain, run = (Node(spec, "r", module.forward, module.backward, by) for by in (None, launcher()))
+    w = torch.ones(16, device=DEVICE)
+    for hooked in (False, False, False, True, True, True):
+        x = torch.randn(4, 32, device=DEVICE)[:, :16].requires_grad_()
+        made = []
+        for node, hook in ((plain, False), (run, hooked)):
+            layout = saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()) if hook else nullcontext()
+            with layout:
+                y = node(x, w, 1e-6)[0]
+            made.append(torch.autograd.grad(y, x, torch.ones_like(y))[0])
+        torch.testing.assert_close(*made, rtol=0, atol=0)
 
 
 def test_alignment_strides_and_scalars_are_kinds_of_their_own() -> None:
