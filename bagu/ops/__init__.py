@@ -15,6 +15,7 @@ from bagu.ops.conv2d import conv1d, conv2d
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
 from bagu.ops.dispatch import use
+from bagu.ops.encoder_layer import encoder_layer
 from bagu.ops.fp8_matmul import fp8_matmul
 from bagu.ops.geglu import geglu
 from bagu.ops.gelu import gelu
@@ -35,6 +36,7 @@ from bagu.ops.lora_add import lora_add
 from bagu.ops.lora_linear import lora_linear
 from bagu.ops.matmul import matmul
 from bagu.ops.mla_attention import mla_attention
+from bagu.ops.mlp import mlp
 from bagu.ops.paged_attention import paged_attention
 from bagu.ops.quantize_fp8 import quantize_fp8
 from bagu.ops.quantize_int8 import quantize_int8
@@ -44,6 +46,7 @@ from bagu.ops.rope import rope, rope_tables
 from bagu.ops.rope_kv_write import rope_kv_write
 from bagu.ops.sample import sample
 from bagu.ops.scale_norm import scale_norm
+from bagu.ops.self_attention import self_attention
 from bagu.ops.softmax import softmax
 from bagu.ops.swiglu import swiglu
 from bagu.ops.transpose import transpose
@@ -60,6 +63,7 @@ __all__ = [
     "cross_entropy",
     "dequantize_int4",
     "dequantize_int8",
+    "encoder_layer",
     "fp8_matmul",
     "geglu",
     "gelu",
@@ -81,6 +85,7 @@ __all__ = [
     "lora_linear",
     "matmul",
     "mla_attention",
+    "mlp",
     "paged_attention",
     "positive_features",
     "quantize_fp8",
@@ -93,6 +98,7 @@ __all__ = [
     "rope_tables",
     "sample",
     "scale_norm",
+    "self_attention",
     "softmax",
     "swiglu",
     "token_losses",

@@ -17,7 +17,7 @@ import triton.language as tl
 from bagu.ops.gated import halves
 from bagu.ops.launch import as_rows, next_power_of_2, triton_acc
 
-__all__ = ["TUNABLE", "run_backward", "run_forward"]
+__all__ = ["TUNABLE", "run_backward", "run_forward", "step"]
 
 TUNABLE = {  # tests run each value
     "forward": {"block": (128, 2048), "num_warps": (4, 8)},
@@ -26,7 +26,7 @@ TUNABLE = {  # tests run each value
 
 
 @triton.jit
-def _step(g, KIND: tl.constexpr):
+def step(g, KIND: tl.constexpr):
     """s(g) and its slope. s is sigmoid(g) for silu, Phi(g) for gelu, sigmoid(2z) = (1 + tanh z) / 2 for gelu_tanh.
 
     With e = exp(-|a|), sigmoid(a) is 1 / (1 + e) or e / (1 + e), and its slope is e / (1 + e)^2. Nothing overflows, and
@@ -65,7 +65,7 @@ def _forward(
     m, n, real = _tile(M, N, BLOCK_M, BLOCK_N)
     g = tl.load(g_ptr + m * g_stride + n, real, 0.0).to(ACC)
     u = tl.load(u_ptr + m * u_stride + n, real, 0.0).to(ACC)
-    s, _ = _step(g, KIND)
+    s, _ = step(g, KIND)
     tl.store(y_ptr + m * N + n, g * s * u, real)
 
 
@@ -78,7 +78,7 @@ def _backward(
     dy = tl.load(dy_ptr + m * dy_stride + n, real, 0.0).to(ACC)
     g = tl.load(g_ptr + m * g_stride + n, real, 0.0).to(ACC)
     u = tl.load(u_ptr + m * u_stride + n, real, 0.0).to(ACC)
-    s, slope = _step(g, KIND)
+    s, slope = step(g, KIND)
     tl.store(du_ptr + m * dx_stride + n, dy * g * s, real)
     tl.store(dg_ptr + m * dx_stride + n, dy * u * (s + g * slope), real)
 

@@ -17,10 +17,11 @@ import torch
 from bagu.ops.eager import constant
 
 __all__ = [
-    "aligned", "as_rows", "channels_last", "empty_like", "fp32_pair", "interpreted_sms", "is_hopper", "next_power_of_2",
-    "num_sms", "split_row", "starts_early", "triton_acc",
+    "aligned", "as_rows", "channels_last", "empty_like", "few_rows", "fp32_pair", "interpreted_sms", "is_hopper",
+    "next_power_of_2", "num_sms", "split_row", "starts_early", "triton_acc",
 ]  # fmt: skip
 
+FEW = 2**33  # rows times numbers of a weight: 2,048 rows of 1,024 features to 4,096. See `few_rows`
 H200_SMS = 132  # used if there is no device to query: the interpreter, meta tensors, the compile gate
 
 
@@ -28,6 +29,12 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x as [M, N] with unit stride along N; a view if the strides allow it, else a copy."""
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1]) if x.ndim != 2 else x
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def few_rows(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether x[*M, K] wᵀ is so short on a GPU that the host is the limit: then a block of several products runs as one
+    op, by kernels of our own (kernels/products.py)."""
+    return x.element_size() == 2 and x.shape[:-1].numel() * w.numel() <= FEW
 
 
 def channels_last(x: torch.Tensor) -> bool:

@@ -48,6 +48,13 @@ EQUIVALENT = {
     "rms_norm.triton_backend: default: backward: eps in"
     " run_backward('rms', dy, x, w, r, eps, programs_per_sm, num_warps)":
         "RMSNorm's backward has r and reads no eps",
+    "encoder_layer.triton_backend: default: _norm_backward: eps in"
+    " run_backward('layer', dy, x, w, rstd, eps, None, None, mean=mean, b=b, ds=plus)":
+        "LayerNorm's backward has rstd and reads no eps",
+    "encoder_layer.torch_backend: default: _norm_backward: eps in layer_norm.backward(dy, x, w, b, mean, rstd, eps)":
+        "LayerNorm's backward has rstd and reads no eps",
+    "mlp.torch_backend: default: forward: activation in activation == 'silu'":
+        "the formula of the other gates computes the same",
     "layer_norm.triton_backend: default: backward: eps in"
     " run_backward('layer', dy, x, w, rstd, eps, programs_per_sm, num_warps, mean=mean, b=b)":
         "LayerNorm's backward has r and reads no eps",

@@ -17,7 +17,7 @@ def forward(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float,
     *, block_m: int | None = None, programs_per_sm: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    y, _, mean, rstd = run_forward("layer", x, w, eps, _tile(x, block_m, programs_per_sm, num_warps), b=b)
+    y, _, mean, rstd = run_forward("layer", x, w, eps, forward_tile(x, block_m, programs_per_sm, num_warps), b=b)
     assert mean is not None, "run_forward returns the mean for a LayerNorm"
     return y, mean, rstd
 
@@ -29,7 +29,9 @@ def invariant_forward(
     return forward(x, w, b, eps, block_m=1)
 
 
-def _tile(x: torch.Tensor, block_m: int | None, per_sm: int | None, num_warps: int | None) -> Tile:
+def forward_tile(
+    x: torch.Tensor, block_m: int | None = None, per_sm: int | None = None, num_warps: int | None = None
+) -> Tile:
     """A program owns several rows if N is short or a power of two up to 8,192, and there are rows for all programs."""
     M, N = x.shape[:-1].numel(), x.shape[-1]
     one_row = next_power_of_2(N) >= 2048 and block_m in (None, 1)
