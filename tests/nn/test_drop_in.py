@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bagu import ops
 from bagu.nn import drop_in
-from bagu.nn.drop_in import encoder, layers
+from bagu.nn.drop_in import layers
+from bagu.ops import launch
 from bagu.ops.catalogue import SPECS
 from tests.nn.fp64 import assert_as_accurate, results
 
@@ -181,42 +182,44 @@ def test_integers_and_other_inputs_raise_what_torch_raises() -> None:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_inference_of_a_small_encoder_layer_is_one_call_unless_something_looks_inside(
-    activation: str, norm_first: bool
-) -> None:
+def test_an_encoder_layer_is_one_op_unless_something_looks_inside(activation: str, norm_first: bool) -> None:
+    """On a GPU with few rows; here the torch backend of that op runs."""
     options = {"batch_first": True, "norm_first": norm_first, "activation": activation}
     theirs, ours = (kit.TransformerEncoderLayer(32, 4, 48, **options).eval() for kit in (nn, drop_in))
     for p in theirs.parameters():
         nn.init.normal_(p, 0.1, 0.2)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 6, 32)
+    weights = ours._weights(x)
+    assert weights is not None
+    assert ours.train()._weights(x) is None  # dropout
     with torch.no_grad():
-        assert ours._in_one_call(x) and not ours.train()._in_one_call(x)
-        assert_as_accurate(
-            {"": ours.eval()._one_call(x)}, {"": theirs(x)}, {"": copy.deepcopy(theirs).double()(x.double())}
-        )
-        for inside in (ours.self_attn, ours.linear2, ours.norm1, ours.dropout):
-            hook = inside.register_forward_hook(lambda *_: None)
-            assert not ours._in_one_call(x)
-            hook.remove()
-        assert ours._in_one_call(x)
-        with ops.use("torch"):
-            assert not ours._in_one_call(x)
-        ours.linear1.__class__ = drop_in.Int8Linear
-        assert not ours._in_one_call(x)
-    assert not ours._in_one_call(x)
+        want = copy.deepcopy(theirs).double()(x.double())
+        assert_as_accurate({"": ours.eval()._in_one_op(x, weights)}, {"": theirs(x)}, {"": want})
+    for inside in (ours.self_attn, ours.linear2, ours.norm1, ours.dropout):
+        hook = inside.register_forward_hook(lambda *_: None)
+        assert ours._weights(x) is None
+        hook.remove()
+    assert ours._weights(x) is not None
+    with ops.use("torch"):
+        assert ours._weights(x) is None
+    ours.linear1.__class__ = drop_in.Int8Linear
+    assert ours._weights(x) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name, few", [*((name, False) for name in LAYERS), *((name, True) for name in LAYERS if "encoder" in name)]
+)
 def test_on_a_gpu_a_layer_has_torchs_numbers_in_bf16(
-    name: str, training: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, few: bool, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three times: the second call of a kind is recorded, and the third replayed."""
-    for module in (encoder, layers):
-        monkeypatch.setattr(module, "SMALL", 0)  # run the kernels that large layers run
+    monkeypatch.setattr(layers, "SMALL", 0)  # run the kernels that large layers run
+    if not few:
+        monkeypatch.setattr(launch, "FEW", 0)
     make, shape = LAYERS[name]
     theirs, ours = (make(kit).train(training).to("cuda", torch.bfloat16) for kit in (nn, drop_in))
     ours.load_state_dict(theirs.state_dict())

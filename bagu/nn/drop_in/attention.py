@@ -11,6 +11,7 @@ from torch import nn
 from bagu import ops
 from bagu.nn.drop_in.layers import autocast, supported
 from bagu.ops.dispatch import calls_torch
+from bagu.ops.launch import few_rows
 
 __all__ = ["MultiheadAttention", "weights_of"]
 
@@ -36,15 +37,21 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _covered(self, x: torch.Tensor) -> bool:
         """Whether `attend` computes what torch's forward does on x."""
-        plain = self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn
         dropout = self.training and self.dropout > 0
-        return plain and not dropout and supported(*weights_of(self, x)) and x.ndim in (2, 3) and x.numel() > 0
+        return self.packed and not dropout and supported(*weights_of(self, x)) and x.ndim in (2, 3) and x.numel() > 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether one weight makes queries, keys and values, and nothing is added to the keys."""
+        return self._qkv_same_embed_dim and self.bias_k is None and not self.add_zero_attn
 
     def attend(self, x: torch.Tensor, *, causal: bool) -> torch.Tensor:
         """Self-attention of x[B, S, N] within each sequence, from one product for queries, keys and values."""
         (B, S, N), H = x.shape, self.num_heads
         if _by_torch(x):
             w_in, b_in, out = self.in_proj_weight, self.in_proj_bias, self.out_proj
+            if x.is_cuda and few_rows(x, w_in):
+                return ops.self_attention(x, w_in, out.weight, b_in, out.bias, heads=H, causal=causal)
             one = x.is_cuda and x.is_contiguous() and b_in is not None and not causal
             if one and not torch.is_grad_enabled():  # the same in one call: half of the host's time
                 y: torch.Tensor = torch._native_multi_head_attention(

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bagu.nn.drop_in.attention import MultiheadAttention, weights_of
+from bagu import ops
+from bagu.nn.drop_in.attention import MultiheadAttention
 from bagu.nn.drop_in.layers import LayerNorm, Linear, supported
 from bagu.ops.dispatch import calls_torch
+from bagu.ops.launch import few_rows
 
 __all__ = ["TransformerEncoderLayer"]
 
-# Up to this many values, inference is limited by the host, and torch's fast path, which is one call, is the faster way:
-# 1024 x 1024 take an H200 95 us either way, and its host 2 to 4 times that.
-SMALL = 2**22
+INSIDE: dict[str, type[nn.Module]] = {
+    "self_attn": MultiheadAttention, "norm1": LayerNorm, "norm2": LayerNorm, "linear1": Linear, "linear2": Linear,
+    "dropout": nn.Dropout, "dropout1": nn.Dropout, "dropout2": nn.Dropout,
+}  # fmt: skip
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """Its attention, norms and linear layers are those of this package; dropout is torch's. On a GPU a relu or an exact
-    gelu is applied by the kernel of the product before it."""
+    gelu is applied by the kernel of the product before it, and with few rows the whole layer is one op."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,8 +37,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> torch.Tensor:  # fmt: skip
         if src_mask is not None or src_key_padding_mask is not None or is_causal or src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        if src.is_cuda and src.numel() <= SMALL and self._in_one_call(src):
-            return self._one_call(src)
+        if src.is_cuda and few_rows(src, self.linear1.weight) and (weights := self._weights(src)) is not None:
+            return self._in_one_op(src, weights)
         x = src
         if self.norm_first:
             x = x + self._attention(self.norm1(x))
@@ -42,34 +46,33 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         x = self.norm1(x + self._attention(x))
         return self.norm2(x + self._ff_block(x))
 
-    def _in_one_call(self, x: torch.Tensor) -> bool:
-        """Whether torch's fast path computes this layer on x: inference, with this package's layers and no hooks."""
-        if torch.is_grad_enabled() or self.training or x.ndim != 3 or not calls_torch(x, on_gpu=True):
-            return False
-        attention, norms, products = self.self_attn, (self.norm1, self.norm2), (self.linear1, self.linear2)
-        kinds = (MultiheadAttention, LayerNorm, LayerNorm, Linear, Linear)
-        inside = (attention, *norms, *products)
-        return (
-            all(_without_hooks(layer, kind) for layer, kind in zip(inside, kinds, strict=True))
-            and all(_without_hooks(layer, nn.Dropout) for layer in (self.dropout, self.dropout1, self.dropout2))
-            and attention.batch_first
-            and attention._qkv_same_embed_dim
-            and attention.num_heads % 2 == 0
-            and self.norm1.eps == self.norm2.eps
-            and bool(self.activation_relu_or_gelu)
-            and all(layer.bias is not None for layer in (*norms, *products))
-            and supported(*weights_of(attention, x), *(layer.weight for layer in (*norms, *products)))
-        )
+    def _weights(self, x: torch.Tensor) -> Sequence[torch.Tensor] | None:
+        """The weights in the order of `encoder_layer`; None if it does not compute this layer on x: there is dropout, a
+        layer that is not this package's, or a hook. By dicts and in loops, since the host's time is the limit."""
+        inside: list[Any] = [self._modules[name] for name in INSIDE]
+        for layer, kind in zip(inside, INSIDE.values(), strict=True):
+            if not _without_hooks(layer, kind):
+                return None
+        attention, norm1, norm2, linear1, linear2, *drops = inside
+        if x.ndim != 3 or not calls_torch(x, on_gpu=True) or _fused_name(self.activation) is None:
+            return None
+        if not (attention.batch_first and attention.packed and norm1.eps == norm2.eps):
+            return None
+        if self.training and (attention.dropout or any(layer.p for layer in drops)):
+            return None
+        out = attention.out_proj
+        found = [attention.in_proj_weight, attention.in_proj_bias, out.weight, out.bias]
+        for layer in (linear1, linear2, norm1, norm2):
+            found += layer._parameters.values()  # the weight and the bias
+        there = all(weight is not None for weight in found)
+        return found if there and supported(x, *found) else None
 
-    def _one_call(self, x: torch.Tensor) -> torch.Tensor:
-        attention, out = self.self_attn, self.self_attn.out_proj
-        y: torch.Tensor = torch._transformer_encoder_layer_fwd(
-            x, attention.embed_dim, attention.num_heads, attention.in_proj_weight, attention.in_proj_bias, out.weight,
-            out.bias, self.activation_relu_or_gelu == 2, self.norm_first, self.norm1.eps, self.norm1.weight,
-            self.norm1.bias, self.norm2.weight, self.norm2.bias, self.linear1.weight, self.linear1.bias,
-            self.linear2.weight, self.linear2.bias, None, None,
-        )  # fmt: skip
-        return y
+    def _in_one_op(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        name = _fused_name(self.activation)
+        assert name is not None, "_weights checks it"
+        return ops.encoder_layer(
+            x, *weights, heads=self.self_attn.num_heads, activation=name, norm_first=self.norm_first, eps=self.norm1.eps
+        )
 
     def _ff_block(self, x: torch.Tensor) -> torch.Tensor:
         name = _fused_name(self.activation)
@@ -96,7 +99,7 @@ def _without_hooks(layer: nn.Module, kind: type[nn.Module]) -> bool:
 
 def adopt(layer: nn.TransformerEncoderLayer) -> None:
     """Make torch's layers inside an encoder layer those of this package."""
-    inside = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.MultiheadAttention: MultiheadAttention}
+    ours = {nn.Linear: Linear, nn.LayerNorm: LayerNorm, nn.MultiheadAttention: MultiheadAttention}
     for child in layer.children():
-        if type(child) in inside:
-            child.__class__ = inside[type(child)]
+        if type(child) in ours:
+            child.__class__ = ours[type(child)]
