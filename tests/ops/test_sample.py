@@ -27,7 +27,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 def drawn(logits: torch.Tensor, u: torch.Tensor, backend: str | None = None, **given: Any) -> torch.Tensor:
     """Tokens for rows that share their parameters."""
     S, values = len(logits), {"temperature": 1.0, "top_k": logits.shape[1], "top_p": 1.0, "min_p": 0.0} | given
-    lists = {name: values.pop(name).to(DEVICE) for name in ("ids", "values") if name in values}
+    lists = {name: values.pop(name).to(DEVICE) for name in ("ids", "values", "allowed") if name in values}
     dtypes = {"top_k": torch.int64}
     args = {k: torch.full((S,), v, dtype=dtypes.get(k, torch.float32), device=DEVICE) for k, v in values.items()}
     return ops.sample(logits.to(DEVICE), **args, u=u.to(DEVICE), **lists, backend=backend).cpu()
@@ -122,6 +122,22 @@ def test_a_row_without_a_finite_largest_logit_gives_a_token(value: float, temper
 def test_values_without_ids_are_refused() -> None:
     with pytest.raises(ArgumentError, match="values is given without ids"):
         drawn(row(), torch.zeros(1), values=torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_mask_is_as_a_logit_of_minus_infinity(name: str, backend: str) -> None:
+    N, size = 64, 333
+    x, u = row(3, size).expand(N, size), (torch.arange(N) + 0.5) / N
+    has_bit = torch.rand(N, size, generator=torch.Generator().manual_seed(1)) < 0.3
+    packed = np.packbits(np.pad(has_bit.numpy(), ((0, 0), (0, 19 + 32))), axis=1, bitorder="little").view(np.int32)
+    found = drawn(x, u, backend, **FILTERS[name], allowed=torch.from_numpy(packed))  # one word more than it needs
+    assert found.tolist() == drawn(x.where(has_bit, -torch.inf), u, backend, **FILTERS[name]).tolist()
+
+
+def test_a_mask_with_too_few_words_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="allowed has 1 words of 32 bits for 40 tokens"):
+        drawn(row(), torch.zeros(1), allowed=torch.zeros(1, 1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("given", [{}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.95}])

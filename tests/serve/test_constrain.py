@@ -25,6 +25,7 @@ from bagu.serve.constrain.compiler import (
     grammar_source,
     ll_tokenizer,
 )  # fmt: skip
+from bagu.serve.constrain.mask_thread import MaskThread
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling, TokenEvent, Unservable
@@ -116,6 +117,63 @@ def test_batch_overlap_and_preemption_do_not_change_the_tokens(model: Transforme
     assert busy.stats().preemptions > 0
     lonely = [alone.generate([p], s)[0].tokens for p, s in zip(prompts, free, strict=False)]
     assert [c.tokens for c in found[len(expected) :]] == lonely
+
+
+def test_a_request_may_end_and_another_begin_while_masks_are_computed(
+    model: Transformer, tokenizer: BpeTokenizer
+) -> None:
+    """Between two calls of `step`, where steps overlap: one request is aborted, one is added, all others are valid."""
+    engine = constrained_engine(model, tokenizer, async_scheduling=True)
+    tokens: dict[str, list[int]] = {}
+
+    def submit(name: str) -> None:
+        asked = Sampling(max_tokens=100, seed=len(name), grammar=SCHEMA, n=2)
+        engine.submit(Request(id=name, prompt=tuple(tokenizer.encode(name)), sampling=asked))
+
+    for name in ("a", "bb", "ccc"):
+        submit(name)
+    for turn in range(1000):
+        if turn == 4:
+            assert engine.abort("bb")
+            submit("dddd")
+        if turn == 6:
+            assert engine.abort("dddd")
+            engine.weights_changed()  # drops the step whose masks are computed
+        for event in engine.step():
+            assert isinstance(event, TokenEvent) and event.finish in (None, "stop")
+            if event.token is not None:
+                tokens.setdefault(f"{event.request_id}{event.index}", []).append(event.token)
+        if not engine.has_work:
+            break
+    for name in ("a0", "a1", "ccc0", "ccc1"):
+        text = tokenizer.decode([t for t in tokens[name] if t != tokenizer.eos_id])
+        jsonschema.validate(json.loads(text), POINT)
+    assert not engine.sampler.masks and engine.blocks.used_count == 0
+    engine.scheduler.check_integrity()
+    for _ in range(2):  # the masks of a step that was not sampled are left from the first
+        check(engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=100, grammar=SCHEMA))[0])
+
+
+def test_an_error_in_the_thread_of_masks_is_raised_in_the_engines() -> None:
+    def fails() -> float:
+        raise ValueError("no")
+
+    thread = MaskThread()
+    for before, compute in ((fails, lambda: 1.0), (lambda: 1.0, fails)):
+        thread.start(before, compute)
+        with pytest.raises(ValueError, match="no"):
+            thread.result()
+    thread.start(lambda: 1.0, lambda: 2.0)
+    assert thread.result() == 3.0
+
+
+def test_choices_of_a_grammar_take_turns_with_its_lexers(tokenizer: BpeTokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,), lexers=3)
+    found = compiler.matchers(SCHEMA, 4) + compiler.matchers(SCHEMA, 2)
+    assert [lexer for lexer, _ in found] == [0, 1, 2, 0, 1, 2] and compiler.compilations == 1
+    ids = tokenizer.encode('{"x": 7, "na')
+    assert all(matcher.consume_tokens(ids) for _, matcher in found)
+    assert len({matcher.compute_bitmask() for _, matcher in found}) == 1
 
 
 def test_logprobs_are_those_of_the_unconstrained_model(engine: Engine, tokenizer: BpeTokenizer) -> None:

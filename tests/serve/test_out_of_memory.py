@@ -40,6 +40,32 @@ def test_steps_shrink_until_they_fit_and_the_text_is_the_same(tokens: int, overl
     engine.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_cannot_be_sampled_is_computed_again(overlap: bool) -> None:
+    """With overlapping steps the next one is planned already: both are dropped."""
+    settings = {"async_scheduling": overlap, "invariant": True}
+    asked = [Sampling(max_tokens=12, temperature=0.8, seed=i, logprobs=1) for i in range(5)]
+    want = small_engine(small_model(), **settings).generate(PROMPTS, asked)
+    engine, calls = small_engine(small_model(), **settings), []
+    sample = engine.sampler.sample
+
+    def fails_twice(*args: Any) -> Any:
+        calls.append(len(engine.scheduler.in_flight))
+        if len(calls) in (3, 8):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sample(*args)
+
+    engine.sampler.sample = fails_twice  # type: ignore[method-assign]
+    with pytest.warns(RuntimeWarning, match="ran out of memory; steps now have at most"):
+        found = engine.generate(PROMPTS, asked)
+    assert [(c.tokens, c.logprobs) for c in found] == [(c.tokens, c.logprobs) for c in want]
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert engine.blocks.used_count == 0
+    assert max(calls) == 1 + overlap
+
+
 def test_prompt_logprobs_are_returned_once() -> None:
     want = small_engine(small_model(), invariant=True).score(PROMPTS[:1] + PROMPTS[2:], [3, 1, 1, 9])
     with pytest.warns(RuntimeWarning, match="ran out of memory"):
