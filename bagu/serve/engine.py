@@ -1,14 +1,15 @@
 """The engine: it takes requests and produces tokens. `Engine.step` shows the architecture.
 
     plan    scheduler.py   choose the tokens to compute in this step, and their KV blocks
-    run     runner.py      one forward pass over all of them
+    stage   runner.py      their inputs on the device
+    launch  runner.py      one forward pass over all of them
     sample  sampler.py     one token for every sequence whose last known token was computed
     commit  scheduler.py   append the tokens, detect finished choices, register or release blocks
 
-On a GPU two steps overlap. Between two calls of `step` the forward of step n runs. `step` plans n + 1, samples n,
-launches the forward of n + 1, and then reads the tokens of n, which go to n + 1 on the device. So it returns the events
-of n, and commit, the caller's work and the next plan run on the host while the device computes n + 1. The masks of
-constrained requests are computed in the same time, by other threads.
+On a GPU two steps overlap. Between two calls of `step` the forward of step n runs. `step` plans and stages n + 1,
+samples n, launches n + 1, which gets the tokens of n on the device, and then reads them and commits n. So it returns
+the events of n, and commit, the caller's work and the next plan run on the host while the device computes n + 1. Other
+threads compute the masks of constrained requests in that time.
 
 The engine starts no thread: the caller runs `step` in a loop. `generate`, `stream` and `score` (generate.py) do so for
 the requests of one caller. With `tp` > 1 the model is divided over processes of this machine (tp/lead.py), which
@@ -124,7 +125,7 @@ class Engine(GenerationMixin):
                 if not self._overlaps:
                     sampled = self._sample()
             except torch.OutOfMemoryError as error:
-                events = self._commit(sampled)
+                events = self._commit(sampled or self._sample())  # before the one that failed
                 self._shrink_steps(error)
                 return events
             return self._commit(sampled)

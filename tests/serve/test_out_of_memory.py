@@ -41,21 +41,23 @@ def test_steps_shrink_until_they_fit_and_the_text_is_the_same(tokens: int, overl
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_cannot_be_sampled_is_computed_again(overlap: bool) -> None:
-    """With overlapping steps the next one is planned already: both are dropped."""
+@pytest.mark.parametrize("part", ["stage", "launch", "sample"])
+def test_a_step_that_fails_in_any_part_is_computed_again(part: str, overlap: bool) -> None:
+    """With overlapping steps another one is in flight: the one before is committed, the one after is dropped too."""
     settings = {"async_scheduling": overlap, "invariant": True}
     asked = [Sampling(max_tokens=12, temperature=0.8, seed=i, logprobs=1) for i in range(5)]
     want = small_engine(small_model(), **settings).generate(PROMPTS, asked)
     engine, calls = small_engine(small_model(), **settings), []
-    sample = engine.sampler.sample
+    owner: Any = engine.sampler if part == "sample" else engine.runner
+    call = getattr(owner, part)
 
     def fails_twice(*args: Any) -> Any:
         calls.append(len(engine.scheduler.in_flight))
         if len(calls) in (3, 8):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return sample(*args)
+        return call(*args)
 
-    engine.sampler.sample = fails_twice  # type: ignore[method-assign]
+    setattr(owner, part, fails_twice)
     with pytest.warns(RuntimeWarning, match="ran out of memory; steps now have at most"):
         found = engine.generate(PROMPTS, asked)
     assert [(c.tokens, c.logprobs) for c in found] == [(c.tokens, c.logprobs) for c in want]
