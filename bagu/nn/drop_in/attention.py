@@ -11,6 +11,7 @@ from torch import nn
 from bagu import ops
 from bagu.nn.drop_in.layers import autocast, supported
 from bagu.ops.dispatch import calls_torch
+from bagu.ops.eager import autocasting
 from bagu.ops.launch import few_rows
 
 __all__ = ["MultiheadAttention", "weights_of"]
@@ -72,8 +73,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 def _by_torch(x: torch.Tensor) -> bool:
     """Whether the ops would run torch's own kernels on x, which are then called without dispatch: for sequences of one
     length on a GPU in 16 bits cuDNN or FlashAttention-2, and where the backward must be deterministic Triton."""
-    return calls_torch(x, on_gpu=True) and (
-        x.is_cpu or (x.element_size() == 2 and not torch.are_deterministic_algorithms_enabled())
+    return (
+        calls_torch(x, on_gpu=True)
+        and not autocasting(x)
+        and (x.is_cpu or (x.element_size() == 2 and not torch.are_deterministic_algorithms_enabled()))
     )
 
 

@@ -13,6 +13,7 @@ from bagu import ops
 from bagu.nn.drop_in.attention import MultiheadAttention
 from bagu.nn.drop_in.layers import LayerNorm, Linear, supported
 from bagu.ops.dispatch import calls_torch
+from bagu.ops.eager import autocasting
 from bagu.ops.launch import few_rows
 
 __all__ = ["TransformerEncoderLayer"]
@@ -54,7 +55,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             if not _without_hooks(layer, kind):
                 return None
         attention, norm1, norm2, linear1, linear2, *drops = inside
-        if x.ndim != 3 or not calls_torch(x, on_gpu=True) or _fused_name(self.activation) is None:
+        if x.ndim != 3 or not calls_torch(x, on_gpu=True) or autocasting(x) or _fused_name(self.activation) is None:
             return None
         if not (attention.batch_first and attention.packed and norm1.eps == norm2.eps):
             return None

@@ -55,7 +55,8 @@ class Linear(nn.Linear):
         # a kernel that applies the activation is for inference on a GPU: autograd needs the sums before it
         fuses = activation is not None and input.is_cuda and not torch.is_grad_enabled()
         if not fuses and calls_torch(input, on_gpu=True):
-            return activate(nn.functional.linear(input, self.weight, self.bias), activation)
+            y = nn.functional.linear(input, self.weight, self.bias)
+            return y if activation is None else activate(y, activation)
         x, w, b = autocast(input, self.weight, self.bias)
         if not supported(x, w, b):
             return activate(super().forward(input), activation)
