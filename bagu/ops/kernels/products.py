@@ -142,17 +142,8 @@ def activated_gradient(
     up: torch.Tensor | None = None, dgate: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """With dh = dy w: dz = dh act'(gate); or, with `up`, dgate = dh up act'(gate) and dz = dh act(gate)."""
-    _product(
-        BACKWARD if up is None else FORWARD,
-        dy,
-        w,
-        dz,
-        gate=gate,
-        up=up,
-        dgate=dgate,
-        activation=activation,
-        backward=True,
-    )
+    tile = BACKWARD if up is None else FORWARD
+    _product(tile, dy, w, dz, gate=gate, up=up, dgate=dgate, activation=activation, backward=True)
 
 
 def weight_gradients(
