@@ -50,8 +50,8 @@ ELSEWHERE = {
     # how rows are shared among programs and warps on a GPU, for speed alone
     "kernels.norms.run_backward: not (tile.per_sm)": "programs per multiprocessor",
     "layer_norm.triton_backend._long_rows": "programs and warps of rows past 8,192",
-    "layer_norm.triton_backend._tile: block_n == 8192": "programs per multiprocessor",
-    "layer_norm.triton_backend._tile: per_sm": "programs per multiprocessor",
+    "layer_norm.triton_backend.forward_tile: block_n == 8192": "programs per multiprocessor",
+    "layer_norm.triton_backend.forward_tile: per_sm": "programs per multiprocessor",
     "quantize_int8.triton_backend": "tunings and fp64 meet the first two cases alone, which are by row",
     "softmax.triton_backend._registers": "registers",
     "softmax.wide_kernels._programs: num_warps": "tunings meet the second case alone, which is not wide",
