@@ -115,6 +115,8 @@ SPEC = OpSpec(
              scale=60.0, gated=True),
         Case("frozen", "no weight has a gradient, as beside LoRA", M=6, K=16, N=24, D=8, bias=True,
              frozen=["up", "down", "up_bias", "down_bias"]),
+        Case("biases", "only biases have gradients: the kernel of dw adds them", M=6, K=16, N=24, D=8, bias=True,
+             frozen=["up", "down"]),
         Case("first", "the input has no gradient, as in a first layer", M=6, K=16, N=24, D=8, gated=True,
              frozen=["x"]),
         Case("nan", "a NaN spoils its own row and no other", M=4, K=16, N=24, D=9, plant=float("nan")),
