@@ -2,7 +2,7 @@
 
 The state of a choice is a matcher and the number of tokens that it has consumed. It depends on the output alone, so
 preemption and recomputing do not change it. Masks need the tokens of the previous step. Where steps overlap, `start`
-consumes these as soon as they are on the host and computes the masks in other threads, while the forward runs; else
+hands these to other threads as soon as they are on the host, and they compute the masks while the forward runs; else
 `finish` computes them.
 
 A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
@@ -61,8 +61,8 @@ class Masks:
         self.requests = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
         self._failures: dict[tuple[str, int], str] = {}
-        cores, self._pinned = available_cores(), device.type == "cuda"
-        self.threads = max(1, min(MAX_THREADS, cores // 2 if self._pinned else cores))
+        self._pinned = device.type == "cuda"
+        self.threads = max(1, min(MAX_THREADS, available_cores() // 2)) if self._pinned else 1
         self._buffer = self._masks = torch.empty(0, 0, dtype=torch.int32)
         self._executor: Any = None
         self._thread: MaskThread | None = None
@@ -118,7 +118,7 @@ class Masks:
             job = self._job(plan, ())
             if job is None:
                 return None
-            self.mask_s += self._consume(job) + self._fill(job)
+            self.mask_s += self._compute(job)
         self._finish_rows(job)
         self.wait_s += time.perf_counter() - began
         return job.masks
@@ -162,6 +162,17 @@ class Masks:
                 self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
             self._masks = self._buffer[:rows]
         return self._masks
+
+    def _compute(self, job: _Job) -> float:
+        """Compute the masks one after another; returns the seconds that it took. For a CPU: there 32 masks of 8192
+        tokens take 0.75 ms in this thread, 0.94 in another one, and with two threads between 0.70 and 1.03."""
+        began = time.perf_counter()
+        for matcher, token in job.new:
+            matcher.consume_token(token)
+        at, size = job.masks.data_ptr(), 4 * job.masks.shape[1]
+        for row, _, choice in job.rows:
+            choice.matcher.unsafe_compute_mask_ptr(at + row * size, size)
+        return time.perf_counter() - began
 
     def _consume(self, job: _Job) -> float:
         """Advance the matchers by the tokens that are new; returns the seconds that it took. A matcher that cannot is
