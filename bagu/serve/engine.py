@@ -276,6 +276,8 @@ class Engine(GenerationMixin):
     def _launch(self, staged: Staged | None, previous: SampledStep | None, began: float) -> None:
         """Launch the forward of a plan, if there is one. It reads the tokens of `previous` on the device."""
         if staged is not None:
+            if previous is None:  # all tokens are known
+                self.sampler.start_masks(staged.plan, ())
             output = self.runner.launch(staged, None if previous is None else previous.output.tokens)
             self._launched = LaunchedStep(staged.plan, output, began)
 
@@ -287,14 +289,14 @@ class Engine(GenerationMixin):
         return SampledStep.of(launched.plan, self.sampler.sample(launched.plan, launched.output), launched.began)
 
     def _commit(self, sampled: SampledStep | None) -> list[Event]:
-        """Commit a step, if there is one, and return its events. Its tokens are the last that the masks of the next
-        step need, so these are started first."""
+        """Commit a step, if there is one, and return its events. First start the masks of the step that runs: they need
+        its tokens."""
         earlier, self._unreturned = self._unreturned, []
-        tokens, logprobs = ([], None) if sampled is None else sampled.wait()
-        if self._launched is not None:
-            self.sampler.start_masks(self._launched.plan, tokens)
         if sampled is None:
             return earlier
+        tokens, logprobs = sampled.wait()
+        if self._launched is not None:
+            self.sampler.start_masks(self._launched.plan, tokens)
         events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs))
         seconds = self._counter.add(sampled.began, len(sampled.plan.slices), sum(e.token is not None for e in events))
         if self.speculator is not None:

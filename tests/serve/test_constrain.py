@@ -88,12 +88,14 @@ def samplings() -> list[Sampling]:
     "settings",
     [
         {}, {"async_scheduling": True}, {"invariant": True}, {"quantization": "int8"}, {"prefix_cache": False},
-        {"num_blocks": 56, "async_scheduling": True},
+        {"num_blocks": 56, "async_scheduling": True}, {"threads": 2}, {"threads": 2, "async_scheduling": True},
     ],
-    ids=["plain", "overlap", "invariant", "int8", "no cache", "few blocks"],
+    ids=["plain", "overlap", "invariant", "int8", "no cache", "few blocks", "threads", "threads, overlap"],
 )  # fmt: skip
 def test_every_output_is_valid(model: Transformer, tokenizer: BpeTokenizer, settings: dict[str, Any]) -> None:
-    engine = constrained_engine(model, tokenizer, **settings)
+    threads = settings.get("threads", 1)
+    engine = constrained_engine(model, tokenizer, **{k: v for k, v in settings.items() if k != "threads"})
+    engine.sampler.masks.threads = threads
     prompt = tokenizer.encode("hello world")
     for completion in engine.generate([prompt] * len(EVERY), samplings()):
         check(completion)
@@ -111,6 +113,7 @@ def test_batch_overlap_and_preemption_do_not_change_the_tokens(model: Transforme
     alone = constrained_engine(model, tokenizer, invariant=True)
     expected = [c.tokens for p, s in zip(prompts, samplings(), strict=True) for c in alone.generate([p], s)]
     busy = constrained_engine(model, tokenizer, invariant=True, async_scheduling=True, num_blocks=72)
+    busy.sampler.masks.threads = 2
     free = [Sampling(max_tokens=40, seed=i, ignore_eos=True) for i in range(4)]
     found = busy.generate([*prompts, *prompts[:4]], [*samplings(), *free])
     assert [c.tokens for c in found[: len(expected)]] == expected
@@ -124,6 +127,7 @@ def test_a_request_may_end_and_another_begin_while_masks_are_computed(
 ) -> None:
     """Between two calls of `step`, where steps overlap: one request is aborted, one is added, all others are valid."""
     engine = constrained_engine(model, tokenizer, async_scheduling=True)
+    engine.sampler.masks.threads = 2  # as with a GPU
     tokens: dict[str, list[int]] = {}
 
     def submit(name: str) -> None:

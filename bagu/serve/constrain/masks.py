@@ -1,9 +1,9 @@
 """The tokens that may follow in each constrained choice, as one bit mask per row of a step.
 
 The state of a choice is a matcher and the number of tokens that it has consumed. It depends on the output alone, so
-preemption and recomputing do not change it. Masks need the tokens of the previous step. Where steps overlap, `start`
-hands these to other threads as soon as they are on the host, and they compute the masks while the forward runs; else
-`finish` computes them.
+preemption and recomputing do not change it. Masks need the tokens of the previous step. `start` gets these as soon as
+they are on the host: for a GPU other threads compute the masks while the forward runs, for a CPU they are computed
+before it.
 
 A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
 follow. If the matcher reaches one of its limits, the choice fails (`Masks.failure`).
@@ -67,6 +67,7 @@ class Masks:
         self._executor: Any = None
         self._thread: MaskThread | None = None
         self._started: _Job | None = None
+        self._running = False  # whether the thread computes the masks of `_started`
 
     def __bool__(self) -> bool:
         return bool(self._choices)
@@ -95,38 +96,39 @@ class Masks:
         return self._failures.get((request_id, index))
 
     def start(self, plan: Plan, previous: Seq[int]) -> None:
-        """Begin to compute the masks of a plan in another thread. `previous` are the tokens that the plan before it
-        sampled: those that are LATE in this plan need not be committed yet."""
+        """Begin to compute the masks of a plan, on a CPU compute them. `previous` are the tokens that the plan before
+        it sampled: those that are LATE in this plan need not be committed yet."""
         self.discard()
-        job = self._job(plan, previous)
+        self._started = job = self._job(plan, previous)
         if job is None:
+            return
+        if self.threads == 1:
+            seconds = self._compute(job)
+            self.mask_s += seconds
+            self.wait_s += seconds
             return
         if self._thread is None:
             self._thread = MaskThread()
         self._thread.start(partial(self._consume, job), partial(self._fill, job))
-        self._started = job
+        self._running = True
 
     def finish(self, plan: Plan) -> torch.Tensor | None:
-        """The masks of a plan: [R, W] int32, all ones in rows without a grammar; None if there is no such row. Valid
-        until the next call of `start` or `finish`. Waits for the result of `start`, or computes them here if that was
-        not called for this plan."""
+        """The masks of a plan that `start` got: [R, W] int32, all ones in rows without a grammar; None if no row has
+        one. Valid until the next `start`."""
         began = time.perf_counter()
         job = self._started
-        if job is not None and job.plan is plan:
-            self.discard()
-        else:
-            job = self._job(plan, ())
-            if job is None:
-                return None
-            self.mask_s += self._compute(job)
+        self.discard()
+        if job is None or job.plan is not plan:  # another plan's masks are left if all its choices were aborted
+            return None
         self._finish_rows(job)
         self.wait_s += time.perf_counter() - began
         return job.masks
 
     def discard(self) -> None:
-        """Wait for the masks of `start`, if it was called. Without `finish` they are not used."""
-        job, self._started = self._started, None
-        if job is not None and self._thread is not None:
+        """Wait for what `start` began. Without `finish` the masks are not used."""
+        self._started = None
+        if self._running and self._thread is not None:
+            self._running = False
             self.mask_s += self._thread.result()
 
     def _job(self, plan: Plan, previous: Seq[int]) -> _Job | None:
