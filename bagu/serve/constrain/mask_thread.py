@@ -1,8 +1,7 @@
 """A thread that computes masks while the engine's thread works on.
 
 A thread that is started waits for the GIL, and the other one gives it up only where it waits, or after 5 ms. So the
-engine's thread waits until this one is about to leave Python: `before` is called first, then `compute`, which must
-release the GIL at once. Both return the seconds that they took.
+engine's thread waits until this one runs, and goes on when the task releases the GIL, which it should do at once.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from threading import Thread
 
 __all__ = ["MaskThread"]
 
-Task = tuple[Callable[[], float], Callable[[], float]]
+Task = Callable[[], float]
 
 
 class MaskThread:
@@ -28,13 +27,13 @@ class MaskThread:
         Thread(target=_run, args=queues, name="masks", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
 
-    def start(self, before: Callable[[], float], compute: Callable[[], float]) -> None:
-        """Call `before` and then `compute` in the thread. Returns when `before` has returned."""
-        self._tasks.put((before, compute))
+    def start(self, task: Task) -> None:
+        """Call a task in the thread. Returns when it has released the GIL, or ended."""
+        self._tasks.put(task)
         self._began.get()
 
     def result(self) -> float:
-        """The seconds of both; raises what one of them has raised."""
+        """What the task has returned; raises what it has raised."""
         found = self._results.get()
         if isinstance(found, BaseException):
             raise found
@@ -45,13 +44,9 @@ def _run(
     tasks: SimpleQueue[Task | None], began: SimpleQueue[None], results: SimpleQueue[float | BaseException]
 ) -> None:
     while (task := tasks.get()) is not None:
-        before, compute = task
+        began.put(None)
         try:
-            try:
-                seconds = before()
-            finally:
-                began.put(None)
-            results.put(seconds + compute())
+            results.put(task())
         except BaseException as error:  # raised in the engine's thread
             results.put(error)
-        del task, before, compute  # they refer to the engine
+        del task  # it refers to the engine

@@ -47,8 +47,7 @@ class _Job(NamedTuple):
     """The masks of a plan."""
 
     plan: Plan
-    rows: list[tuple[int, Sequence, _Choice]]  # the constrained ones, in order of their lexers
-    new: list[tuple[Any, int]]  # matchers and the tokens that they consume first
+    rows: list[tuple[int, Sequence, _Choice]]  # the constrained ones
     masks: torch.Tensor  # [R, W] int32, on the host
 
 
@@ -108,8 +107,10 @@ class Masks:
             self.wait_s += seconds
             return
         if self._thread is None:
-            self._thread = MaskThread()
-        self._thread.start(partial(self._consume, job), partial(self._fill, job))
+            from llguidance import LLExecutor
+
+            self._thread, self._executor = MaskThread(), LLExecutor(self.threads)
+        self._thread.start(partial(self._compute_parallel, job))
         self._running = True
 
     def finish(self, plan: Plan) -> torch.Tensor | None:
@@ -132,28 +133,31 @@ class Masks:
             self.mask_s += self._thread.result()
 
     def _job(self, plan: Plan, previous: Seq[int]) -> _Job | None:
-        """What is to be computed for a plan; None if it samples no constrained choice."""
-        late, rows, new = dict(plan.late) if previous else {}, [], []
+        """What is to be computed for a plan, with matchers that have consumed all tokens; None if it samples no
+        constrained choice. A matcher that cannot consume a token is in an error state afterwards."""
+        began, late, rows = time.perf_counter(), dict(plan.late) if previous else {}, []
         for row, sequence in enumerate(plan.sampled):
             choices = self._choices.get(sequence.request.id)
             if choices is None or sequence.finished:
                 continue
-            choice, at = choices[sequence.index], sequence.num_prompt
+            choice = choices[sequence.index]
             rows.append((row, sequence, choice))
-            if at + choice.consumed < len(sequence.tokens):
-                new.append((choice.matcher, sequence.tokens[at + choice.consumed]))
-                choice.consumed += 1
+            at = sequence.num_prompt + choice.consumed
+            if at < len(sequence.tokens):
+                token = sequence.tokens[at]
             elif (which := late.get(plan.sample_rows[row])) is not None:
-                new.append((choice.matcher, previous[which]))
-                choice.consumed += 1
+                token = previous[which]
+            else:
+                continue  # the first
+            choice.matcher.consume_token(token)
+            choice.consumed += 1
         if not rows:
             return None
         masks = self._memory(len(plan.sampled))
         if len(rows) < len(plan.sampled):
             masks.fill_(-1)
-        # Each thread takes a range of the list, and waits where another one uses the same lexer.
-        rows.sort(key=lambda r: r[2].lexer)
-        return _Job(plan, rows, new, masks)
+        self.mask_s += time.perf_counter() - began
+        return _Job(plan, rows, masks)
 
     def _memory(self, rows: int) -> torch.Tensor:
         """[rows, W] int32, for a GPU in pinned memory. The same for every step: the copy of a mask to a GPU is complete
@@ -168,30 +172,16 @@ class Masks:
     def _compute(self, job: _Job) -> float:
         """Compute the masks one after another; returns the seconds that it took. For a CPU: there 32 masks of 8192
         tokens take 0.75 ms in this thread, 0.94 in another one, and with two threads between 0.70 and 1.03."""
-        began = time.perf_counter()
-        for matcher, token in job.new:
-            matcher.consume_token(token)
-        at, size = job.masks.data_ptr(), 4 * job.masks.shape[1]
+        began, at, size = time.perf_counter(), job.masks.data_ptr(), 4 * job.masks.shape[1]
         for row, _, choice in job.rows:
             choice.matcher.unsafe_compute_mask_ptr(at + row * size, size)
         return time.perf_counter() - began
 
-    def _consume(self, job: _Job) -> float:
-        """Advance the matchers by the tokens that are new; returns the seconds that it took. A matcher that cannot is
-        in an error state afterwards."""
-        began = time.perf_counter()
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(self.threads)
-        if job.new:
-            self._executor.consume_token_par(job.new)
-        return time.perf_counter() - began
-
-    def _fill(self, job: _Job) -> float:
-        """Compute the masks of the constrained rows; returns the seconds that it took."""
-        began = time.perf_counter()
-        going, size = [(choice.matcher, row) for row, _, choice in job.rows], 4 * job.masks.shape[1]
+    def _compute_parallel(self, job: _Job) -> float:
+        """As `_compute`, with several threads. Each takes a range of the list, and waits where another one uses the
+        same lexer; so the list is in the order of the lexers."""
+        began, size = time.perf_counter(), 4 * job.masks.shape[1]
+        going = [(choice.matcher, row) for row, _, choice in sorted(job.rows, key=lambda r: r[2].lexer)]
         self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), size, len(job.masks))
         return time.perf_counter() - began
 
