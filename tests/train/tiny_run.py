@@ -18,7 +18,8 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.runs.folder import RunFolder, RunRecorder
-from bagu.train import TrainConfig, checkpoint, fit
+from bagu.train import TrainConfig, fit
+from bagu.train.checkpoint import writing
 from bagu.types import Batch
 
 VOCAB, CONTEXT = 64, 32
@@ -94,7 +95,7 @@ def train(folder: Path, options: Mapping[str, Any], *, resume: bool, kill_at: in
     It kills itself after step `kill_at`, or within its first save: a kill from outside could come too late.
     """
     if kill_in_save:
-        checkpoint._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        writing._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     torch.set_num_threads(1)
     config = from_dict(TrainConfig, options)
     run = RunFolder.create(folder, config, resume=resume)
