@@ -15,6 +15,7 @@ from typing import Any
 from bagu.data.chat import ChatEncoder
 from bagu.errors import ArgumentError, BaguError
 from bagu.eval.model import Decoding, Message, Model
+from bagu.nn.digest import digest_of
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
@@ -224,18 +225,12 @@ def model_of(
     loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
     if not loaded.config.causal:
         raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
-    engine = eval_engine(loaded, words, invariant=invariant, quantization=quantization)
     weight = loaded.embedding.weight
     identity = {
-        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": _checksum(loaded),
+        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": digest_of(loaded.state_dict()),
         "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
     }  # fmt: skip
     if quantization is not None:
         identity["quantization"] = quantization
+    engine = eval_engine(loaded, words, invariant=invariant, quantization=quantization)
     return EngineModel(engine, words, chat, Path(model).resolve().name), identity
-
-
-def _checksum(model: Any) -> str:
-    """A checksum of the weights: sums of all parameters, in fp64."""
-    weights = (p.detach().double() for p in model.parameters())  # one at a time: a copy of all would be too large
-    return f"{sum(float(w.sum() + w.abs().sum()) for w in weights):.17g}"

@@ -23,6 +23,7 @@ from bagu.machine.hub import RUN_ADAPTER, WeightsError
 from bagu.nn import count
 from bagu.nn.choices import NEWER
 from bagu.nn.config import ModelConfig
+from bagu.nn.digest import digest_of
 from bagu.nn.families import family_for
 from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora, merge
@@ -48,7 +49,6 @@ from bagu.train.loss import Loss, Metrics
 from bagu.train.objective import TrainingData
 from bagu.train.policy_objective import PolicyObjective
 from bagu.train.rollout_loader import RolloutLoader
-from bagu.train.state import digest_of
 
 __all__ = ["Trained", "check", "train"]
 

@@ -24,12 +24,12 @@ from rich.console import Console
 from bagu.data.loader import DataConfig
 from bagu.data.preference_loader import PreferenceSet, batches_of
 from bagu.errors import BaguError
+from bagu.nn.digest import digest_of
 from bagu.nn.lora import has_lora
 from bagu.nn.model import Transformer
 from bagu.runs.progress import plain_progress
 from bagu.train.logprobs import segment_sums
 from bagu.train.reference import Reference
-from bagu.train.state import digest_of
 
 __all__ = ["model_digest", "with_reference"]
 

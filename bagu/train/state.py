@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.nn.digest import digest_of
 from bagu.nn.model import Transformer
 from bagu.parallel.context import Method
 from bagu.parallel.mesh import Mesh, MeshConfig
@@ -27,7 +27,7 @@ from bagu.train.sharded import ShardedParameters, Stage
 from bagu.train.stability import Guard, StabilityConfig
 from bagu.train.token_loss import TokenLoss
 
-__all__ = ["TrainConfig", "TrainState", "check_token_loss", "digest_of"]
+__all__ = ["TrainConfig", "TrainState", "check_token_loss"]
 
 Recompute = Literal["none", "selective", "block"]
 
@@ -192,15 +192,6 @@ def _flat(
             model, mesh, config.zero_stage, bucket_bytes=bucket_bytes, offload=config.offload, spread=spread
         )
     return FlatParameters(model, mesh, bucket_bytes=bucket_bytes, spread=spread)
-
-
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of the names, shapes, dtypes and values of tensors."""
-    digest = hashlib.sha256()
-    for name, t in tensors.items():
-        digest.update(f"{name} {tuple(t.shape)} {t.dtype}".encode())
-        digest.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 class TrainState:

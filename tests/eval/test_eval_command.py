@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from bagu.errors import BaguError
 from bagu.eval.intervals import Estimate
 from bagu.eval.report import interval_plot
 from bagu.eval.words import PERCENT
+from bagu.recipes.eval_models import model_of
 from bagu.recipes.models import save_model
 from tests.eval.real_model import tokenizer, transformer
 from tests.eval.test_tasks import CHOICE, ROWS, task_file
@@ -51,6 +53,21 @@ def test_evaluate_twice_and_compare(models: tuple[Path, Path], tmp_path: Path) -
     assert "<svg" in page and "items on which they differ" in page and "<script" not in page
     same = json.loads(run("--compare", tmp_path / "a", tmp_path / "a", "--json"))
     assert same[0]["difference"]["p_value"] == 1.0
+
+
+def test_the_checksum_of_a_model_depends_on_the_place_of_every_weight(tmp_path: Path) -> None:
+    """Two swapped layers keep the sum of the weights."""
+    model, found = transformer(0), []
+    swapped = copy.deepcopy(model)
+    for ours, theirs in zip(swapped.blocks, reversed(model.blocks), strict=True):
+        ours.load_state_dict(theirs.state_dict())
+    for name, saved in (("model", model), ("swapped", swapped)):
+        save_model(saved, tokenizer(), tmp_path / name)
+        tokenizer().save(tmp_path / name)
+        folder = str(tmp_path / name)
+        found += [model_of(folder, tokenizer=None, dtype="auto", device="cpu", invariant=False, api_key=None)[1]]
+    assert found[0].pop("checksum") != found[1].pop("checksum")
+    assert found[0] == found[1]
 
 
 def test_contamination_is_reported(models: tuple[Path, Path], tmp_path: Path) -> None:
