@@ -9,9 +9,9 @@ __all__ = ["JsonHandler"]
 
 
 class JsonHandler(BaseHTTPRequestHandler):
-    def reply(self, body: object) -> None:
+    def reply(self, body: object, status: int = 200) -> None:
         data = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from bagu.errors import BaguError
 from bagu.eval.judge import Judge
 from bagu.eval.model import Decoding
-from bagu.recipes.eval_models import Api, EngineModel, model_of
+from bagu.recipes.eval_models import EngineModel, model_of
+from bagu.recipes.eval_server import Api
 
 __all__ = ["EngineJudge", "ServerJudge", "judge_of"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 
 import pytest
@@ -14,7 +15,8 @@ from bagu.errors import BaguError
 from bagu.eval.model import Decoding
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
-from bagu.recipes.eval_models import EngineModel, ServerModel
+from bagu.recipes.eval_models import EngineModel
+from bagu.recipes.eval_server import Refused, ServerModel
 from bagu.recipes.judges import EngineJudge, ServerJudge
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
@@ -46,6 +48,20 @@ def test_scores_over_http_are_those_of_the_engine(tiny: Running) -> None:
     assert here.generate_chat([chats, chats], greedy) == there.generate_chat([chats, chats], greedy)
 
 
+@contextmanager
+def served(handler: type[JsonHandler]) -> Iterator[str]:
+    """The URL of a server with this handler, in a thread."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 class ChatServer(JsonHandler):
     """Answers chats as a server does that ends them at the turn's end, texts with what would follow it."""
 
@@ -73,20 +89,42 @@ def test_a_task_of_chats_asks_a_server_for_whole_turns() -> None:
         texts.extend(list(own) for own in answers)
         return [[0.0] * len(own) for own in answers]
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), ChatServer)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        chats = task(
-            kind="generation", chat=True, items=lambda: asked, grade=grade, metric="pass",
-            decoding=Decoding(max_tokens=8, temperature=1.0, samples=2),
-        )  # fmt: skip
-        evaluate(ServerModel(f"http://127.0.0.1:{server.server_port}"), chats)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    chats = task(
+        kind="generation", chat=True, items=lambda: asked, grade=grade, metric="pass",
+        decoding=Decoding(max_tokens=8, temperature=1.0, samples=2),
+    )  # fmt: skip
+    with served(ChatServer) as url:
+        evaluate(ServerModel(url), chats)
     assert texts == [[f"q{i} 0", f"q{i} 1"] for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("status", "param", "sizes"),
+    [(400, "n", [64, 32, 16, 16, 16, 16]), (413, None, [64, 32, 16, 16, 16, 16]), (400, "prompt", [64]),
+     (401, None, [64]), (404, "model", [64])],
+)  # fmt: skip
+def test_a_call_is_halved_only_if_fewer_prompts_may_pass(status: int, param: str | None, sizes: list[int]) -> None:
+    """The server takes 16 prompts a call and refuses more with `status`."""
+    asked: list[int] = []
+
+    class SmallCalls(ChatServer):
+        def do_POST(self) -> None:
+            prompts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            asked.append(len(prompts))
+            if len(prompts) > 16:
+                self.reply({"error": {"message": "no", "param": param}}, status)
+            else:
+                self.reply({"choices": [{"index": i, "text": str(ids[0])} for i, ids in enumerate(prompts)]})
+
+    prompts = [[i] for i in range(64)]
+    with served(SmallCalls) as url:
+        model = ServerModel(url)
+        if sizes == [64]:
+            with pytest.raises(Refused, match=f"answered {status}"):
+                model.generate(prompts, Decoding(max_tokens=1))
+        else:
+            assert model.generate(prompts, Decoding(max_tokens=1)) == [[str(i)] for i in range(64)]
+    assert asked == sizes
 
 
 def test_a_judge_behind_a_server_answers_as_the_same_model_here(tiny: Running) -> None:
