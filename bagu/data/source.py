@@ -108,27 +108,30 @@ class ParquetSource:
         return describe_files("parquet", list_files(self.path, self.glob))
 
     def _rows(self, name: str, path: Path) -> Iterator[Document]:
-        try:
-            import pyarrow
-            import pyarrow.parquet as pq
-        except ImportError as error:
-            raise BaguError("reading Parquet needs pyarrow", hint="pip install 'bagu[parquet]'") from error
-        try:
-            with pq.ParquetFile(path) as file:
-                kinds = {f.name: f.type for f in file.schema_arrow}
-                if self.column not in kinds:
-                    raise BaguError(f"{path} has no column {self.column!r}", hint=f"it has: {', '.join(kinds)}")
-                if not (
-                    pyarrow.types.is_string(kinds[self.column]) or pyarrow.types.is_large_string(kinds[self.column])
-                ):
-                    raise BaguError(f"{path}: column {self.column!r} holds {kinds[self.column]}; expected strings")
-                batches = file.iter_batches(columns=[self.column], batch_size=1024)
-                values = (value for batch in batches for value in batch.column(0).to_pylist())
-                yield from (Document(id=f"{name}:{row}", text=text) for row, text in enumerate(values) if text)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise BaguError(
-                f"cannot read {path} as Parquet: {error}", hint="write it again, or leave it out"
-            ) from error
+        with parquet_file(path) as file:
+            kinds = {f.name: str(f.type) for f in file.schema_arrow}
+            if self.column not in kinds:
+                raise BaguError(f"{path} has no column {self.column!r}", hint=f"it has: {', '.join(kinds)}")
+            if kinds[self.column] not in ("string", "large_string"):
+                raise BaguError(f"{path}: column {self.column!r} holds {kinds[self.column]}; expected strings")
+            batches = file.iter_batches(columns=[self.column], batch_size=1024)
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            yield from (Document(id=f"{name}:{row}", text=text) for row, text in enumerate(values) if text)
+
+
+@contextlib.contextmanager
+def parquet_file(path: Path) -> Iterator[Any]:
+    """An open `pyarrow.parquet.ParquetFile`; a failure to read it, also inside the block, names the file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise BaguError("reading Parquet needs pyarrow", hint="pip install 'bagu[parquet]'") from error
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pyarrow.ArrowException) as error:
+        raise BaguError(f"cannot read {path} as Parquet: {error}", hint="write it again, or leave it out") from error
 
 
 Kind = type[ParquetSource] | type[JsonlSource] | type[TextSource]

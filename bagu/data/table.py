@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.data.json_rows import Row, json_rows
-from bagu.data.source import ParquetSource, TextSource, describe_files, list_files, non_empty, open_source
+from bagu.data.source import ParquetSource, TextSource, describe_files, list_files, non_empty, open_source, parquet_file
 from bagu.errors import BaguError
 
 __all__ = ["TableSource", "parquet_rows"]
@@ -41,19 +41,10 @@ class TableSource:
 
 def parquet_rows(files: list[tuple[str, Path]]) -> Iterator[Row]:
     """The rows of Parquet files given as (relative name, path), read in batches. The first row of a file is row 1."""
-    try:
-        import pyarrow
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise BaguError("reading Parquet needs pyarrow", hint="pip install 'bagu[parquet]'") from error
     for name, path in files:
-        try:
-            with pq.ParquetFile(path) as file:
-                number = 0
-                for batch in file.iter_batches(batch_size=1024):
-                    for fields in batch.to_pylist():
-                        number += 1
-                        yield Row(f"{name}:{number}", f"{path}: row {number}", fields)
-        except (OSError, pyarrow.ArrowException) as error:
-            hint = "write it again, or leave it out"
-            raise BaguError(f"cannot read {path} as Parquet: {error}", hint=hint) from error
+        with parquet_file(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{name}:{number}", f"{path}: row {number}", fields)
