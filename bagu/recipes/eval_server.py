@@ -119,7 +119,11 @@ class ServerModel:
         choices = self._complete(sequences, {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0})
         found = []
         for ids, start, choice in zip(sequences, starts, choices, strict=True):
-            rows = choice["prompt_logprobs"]
+            rows = choice.get("prompt_logprobs")
+            if rows is None:
+                raise BaguError(
+                    f"{self.api.url} gives no prompt_logprobs, which scoring needs", hint="serve it with bagu or vLLM"
+                )
             found.append([float(rows[t][str(ids[t])]["logprob"]) for t in range(start, len(ids))])
         return found
 

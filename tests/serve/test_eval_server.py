@@ -127,6 +127,11 @@ def test_a_call_is_halved_only_if_fewer_prompts_may_pass(status: int, param: str
     assert asked == sizes
 
 
+def test_a_server_that_cannot_score_is_named() -> None:
+    with served(ChatServer) as url, pytest.raises(BaguError, match="gives no prompt_logprobs"):
+        ServerModel(url).score([[1, 2, 3]], [1])
+
+
 def test_a_judge_behind_a_server_answers_as_the_same_model_here(tiny: Running) -> None:
     model, tokenizer, chat = load()
     here = EngineJudge(EngineModel(Engine(model, tokenizer, EngineConfig(num_blocks=512)), tokenizer, chat, "tiny"))
