@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from bagu.serve.http import worker
+from bagu.serve.http import event_buffer
+from bagu.serve.http.event_buffer import EventBuffer
 from bagu.serve.http.pipe import STEP_TAG
-from bagu.serve.http.worker import EventBuffer
 from bagu.serve.request import PromptLogprobs, TokenEvent
 
 
@@ -31,7 +31,7 @@ def received(pipe: Connection) -> list[list[int]]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[EventBuffer, Connection]:
     """A buffer for which every step is short."""
-    monkeypatch.setattr(worker, "HOLD_S", 1e9)
+    monkeypatch.setattr(event_buffer, "HOLD_S", 1e9)
     theirs, ours = Pipe()
     return EventBuffer(ours), theirs
 
@@ -67,14 +67,14 @@ def test_prompt_logprobs_are_sent_at_once(held: tuple[EventBuffer, Connection]) 
 
 
 def test_the_events_of_a_long_step_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "HOLD_S", 0.0)
+    monkeypatch.setattr(event_buffer, "HOLD_S", 0.0)
     theirs, ours = Pipe()
     EventBuffer(ours).add([token(0)], (), send_now=False)
     assert received(theirs) == [[0]]
 
 
 def test_a_long_step_without_events_is_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "HOLD_S", 0.0)
+    monkeypatch.setattr(event_buffer, "HOLD_S", 0.0)
     theirs, ours = Pipe()
     EventBuffer(ours).add([], (), send_now=False)
     assert received(theirs) == [[]]

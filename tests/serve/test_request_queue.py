@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
+import subprocess
+import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -12,8 +15,10 @@ import pytest
 from constrained import POINT, constrained_engine, constrained_model, json_tokenizer
 
 from bagu.serve.grammar import Grammar
-from bagu.serve.http.pipe import Accepted, Refused
-from bagu.serve.http.worker import Compiled, Messages, RequestQueue
+from bagu.serve.http.generation_loop import serve_generation
+from bagu.serve.http.inbox import Messages
+from bagu.serve.http.pipe import STEP_TAG, Accepted, Refused, Stop, Submit
+from bagu.serve.http.request_queue import Compiled, RequestQueue
 from bagu.serve.request import Request, Sampling
 
 
@@ -80,3 +85,26 @@ def test_a_refused_grammar_is_answered_with_the_reason(worker: Worker) -> None:
     answer = worker.sent()
     assert isinstance(answer, Refused) and answer.param == "grammar" and "unclosed" in answer.message
     assert not worker.engine.has_work
+
+
+def test_a_stopped_engine_process_ends_the_processes_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def recorded(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+    tokenizer = json_tokenizer()
+    engine = constrained_engine(constrained_model(tokenizer), tokenizer)
+    messages: Messages = queue.SimpleQueue()
+    ours, server = Pipe()
+    messages.put((1.0, Submit((request("a", Grammar.regex("a+")),))))
+    thread = threading.Thread(target=serve_generation, args=(ours, messages, engine, None))
+    thread.start()
+    while (data := server.recv_bytes())[:1] == STEP_TAG or pickle.loads(data) != Accepted("a"):
+        pass
+    messages.put((1.0, Stop()))
+    thread.join(120)
+    assert not thread.is_alive() and started and all(process.poll() is not None for process in started)

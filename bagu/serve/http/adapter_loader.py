@@ -5,14 +5,14 @@ A thread reads the files, so that steps go on meanwhile; the main loop installs 
 
 from __future__ import annotations
 
-import queue
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bagu.errors import BaguError
+from bagu.serve.http.inbox import Messages
 from bagu.serve.http.pipe import Adapters, LoadAdapter, Result, UnloadAdapter, send
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
@@ -31,7 +31,7 @@ class AdapterRead(NamedTuple):
 
 
 class AdapterLoader:
-    def __init__(self, pipe: Connection, messages: queue.SimpleQueue[tuple[float, Any]], engine: Engine) -> None:
+    def __init__(self, pipe: Connection, messages: Messages, engine: Engine) -> None:
         self.pipe, self.messages, self.engine = pipe, messages, engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")  # one at a time: a bound on memory
 

@@ -1,0 +1,116 @@
+"""The main loop of the engine process for a model that generates text."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from bagu.serve.http.adapter_loader import AdapterLoader, AdapterRead
+from bagu.serve.http.event_buffer import EventBuffer
+from bagu.serve.http.inbox import Messages, take_messages
+from bagu.serve.http.pipe import (
+    Abort,
+    Chat,
+    Embed,
+    GetStats,
+    LoadAdapter,
+    Ready,
+    Result,
+    StepEvents,
+    Stop,
+    Submit,
+    UnloadAdapter,
+    send,
+    send_step,
+)
+from bagu.serve.http.request_queue import Compiled, RequestQueue
+from bagu.serve.request import Event, TokenEvent
+
+if TYPE_CHECKING:  # the HTTP server's process does not import torch
+    from bagu.serve.engine import Engine
+
+__all__ = ["serve_generation"]
+
+
+def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None) -> None:
+    """Send `Ready`; then handle messages, run steps and send their events, until `Stop`."""
+    assert engine.tokenizer is not None
+    ready = Ready(
+        tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
+        vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
+        tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
+        adapters=engine.adapters.infos, loads_adapters=engine.config.allow_adapter_loading,
+    )  # fmt: skip
+    _ = ready.longest_token  # computed here, so that the first request does not wait for it
+    if engine.config.max_adapters:
+        print(f"bagu serve: {engine.adapters.room()}", file=sys.stderr, flush=True)
+    send(pipe, ready)
+    loop = _Loop(pipe, messages, engine)
+    try:
+        loop.run()
+    finally:
+        loop.requests.close()
+
+
+class _Loop:
+    def __init__(self, pipe: Connection, messages: Messages, engine: Engine) -> None:
+        self.pipe, self.messages, self.engine = pipe, messages, engine
+        self.waiting: dict[str, float] = {}  # arrival times of requests without a token
+        self.requests = RequestQueue(pipe, messages, engine, self.waiting)
+        self.adapters = AdapterLoader(pipe, messages, engine)
+        self.buffer = EventBuffer(pipe)
+
+    def run(self) -> None:
+        engine = self.engine
+        while True:
+            received = take_messages(self.messages, wait=not engine.has_work)
+            if received:
+                self.buffer.flush()
+            for arrival, message in received:
+                if isinstance(message, Stop):
+                    return
+                self._handle(message, arrival)
+            if not engine.has_work:
+                engine.check_ranks()
+                send_step(self.pipe, StepEvents([]))
+                continue
+            events = engine.step()
+            first_tokens = _first_tokens(events, self.waiting) if self.waiting else ()
+            send_now = bool(first_tokens or self.waiting or engine.scheduler.waiting)
+            self.buffer.add(events, first_tokens, send_now=send_now)
+
+    def _handle(self, message: Any, arrival: float) -> None:
+        if isinstance(message, Submit):
+            for request in message.requests:
+                self.requests.submit(request, arrival)
+        elif isinstance(message, Compiled):
+            self.requests.compiled(message.request, arrival)
+        elif isinstance(message, Abort):
+            for id in message.request_ids:
+                self.requests.abort(id)
+        elif isinstance(message, LoadAdapter):
+            self.adapters.load(message)
+        elif isinstance(message, AdapterRead):
+            self.adapters.install(message)
+        elif isinstance(message, UnloadAdapter):
+            self.adapters.unload(message)
+        elif isinstance(message, GetStats):
+            send(self.pipe, Result(message.call, self.engine.stats()))
+        elif isinstance(message, Embed):
+            send(self.pipe, Result(message.call, None, "this model generates text; only encoder models embed"))
+
+
+def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tuple[float, float]]:
+    """(seconds in the queue, seconds from the first step to the token) of the requests whose first token is here.
+    Removes every request with an event from `waiting`; one with max_tokens = 0 has no first token."""
+    now, found = time.perf_counter(), []
+    for event in events:
+        if not isinstance(event, TokenEvent):
+            continue
+        arrival = waiting.pop(event.request_id, None)
+        if arrival is not None and event.token is not None and event.started is not None:
+            found.append((event.started - arrival, now - event.started))
+    return found
