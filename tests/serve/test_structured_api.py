@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         "recurses without end",
     ),
     "a reference to itself": ("json", {"$ref": "#"}, "recurses without end"),
-    "nested deeply": ("json", DEEP, "recursion limit"),
+    "nested deeply": ("json", json.dumps(DEEP), "recursion limit"),  # as text: a body has 128 levels at most
     "a chain that overflows the stack": ("json", {"$ref": "#/$defs/d0", "$defs": CHAIN}, "nested too deeply"),
     "a regex that is none": ("regex", "([", "unclosed"),
     "a regex that matches nothing": ("regex", r"[^\s\S]", "no finite text"),
