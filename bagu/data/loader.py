@@ -20,10 +20,13 @@ from typing import Any, Protocol, get_args
 import numpy as np
 
 from bagu.data.batch import assemble
+from bagu.data.bins import Bins
 from bagu.data.mix import MixConfig, Mixture
-from bagu.data.pack import Bins, Layout, Order, Packing, TokenStream, in_order, shuffled
+from bagu.data.order import Order, in_order, shuffled
+from bagu.data.pack import Layout, Packing
 from bagu.data.prefetch import Prefetch
 from bagu.data.store import TokenStore
+from bagu.data.token_stream import TokenStream
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.types import Batch
 

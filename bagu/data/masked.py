@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 
 from bagu.data.batch import PAD_ID
-from bagu.data.pack import philox
+from bagu.data.order import philox
 from bagu.data.tokenizer import MASK_TOKENS, BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.types import IGNORE, Batch

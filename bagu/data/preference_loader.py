@@ -18,7 +18,8 @@ import torch
 
 from bagu.data.loader import DataConfig
 from bagu.data.mix import Mixture
-from bagu.data.pack import Order, Place, shuffled
+from bagu.data.order import Order, shuffled
+from bagu.data.pack import Place
 from bagu.data.prefetch import Prefetch
 from bagu.data.sequences import Tokens, pack
 from bagu.data.store import TokenStore

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagu.data.pack import Bins, Layout, Piece, TokenStream, best_fit, in_order, philox, shuffled
+from bagu.data.bins import Bins, best_fit
+from bagu.data.order import in_order, philox, shuffled
+from bagu.data.pack import Layout, Piece
+from bagu.data.token_stream import TokenStream
 from bagu.errors import BaguError
 
 LENGTHS = st.lists(st.integers(1, 80), min_size=1, max_size=40).map(np.array)

@@ -33,7 +33,8 @@ from bagu.data import (
     in_memory,
     tokenize,
 )
-from bagu.data.pack import Packing, shuffled
+from bagu.data.order import shuffled
+from bagu.data.pack import Packing
 from bagu.data.stdlib import functions, parsed
 from bagu.lab.confidence import interval
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
