@@ -21,7 +21,8 @@ from bagu.data.source import (
 )
 from bagu.data.split import Split, hold_out
 from bagu.data.stdlib import StdlibSource, sft_pairs
-from bagu.data.store import TokenDocument, TokenStore, build, in_memory, on_disk, tokenize
+from bagu.data.store import TokenDocument, TokenStore
+from bagu.data.store_writer import build, in_memory, on_disk, tokenize
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 
 __all__ = [

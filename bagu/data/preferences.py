@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bagu.data import store
 from bagu.data.broken_code import broken
 from bagu.data.chat import ChatEncoder
 from bagu.data.corpus import Part, TextCorpus
@@ -20,6 +19,7 @@ from bagu.data.preference_rows import Message, Preference, preference, same_prom
 from bagu.data.split import held_ids
 from bagu.data.stdlib import documented_functions
 from bagu.data.store import TokenDocument, TokenStore
+from bagu.data.store_writer import on_disk
 from bagu.data.table import TableSource
 from bagu.data.table_corpus import TableCorpus
 from bagu.data.tokenizer import BpeTokenizer
@@ -145,7 +145,7 @@ def preference_store(
     """The tokens of a part, from the cache if they are there."""
     made = {"preferences": BREAKAGE, "max_bytes": corpus.config.max_bytes, **encoder.facts}
     documents = (document for found in corpus.preferences(part) for document in encoder.documents(found))
-    return store.on_disk(
+    return on_disk(
         documents, cache, token_bytes=encoder.tokenizer.token_bytes,
         facts={"source": {**corpus.facts, "part": part, **made}, "tokenizer": encoder.tokenizer.fingerprint},
     )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate
 from bagu.data.loader import DataConfig, Loader
 from bagu.data.source import Conversation
-from bagu.data.store import in_memory
+from bagu.data.store_writer import in_memory
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 from bagu.errors import BaguError
 from bagu.types import IGNORE

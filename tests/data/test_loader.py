@@ -18,7 +18,8 @@ from bagu import config as config_tree
 from bagu.data.loader import DataConfig, Loader, check_vocab, evaluation_batches
 from bagu.data.mix import MixConfig, MixPoint
 from bagu.data.prefetch import Prefetch
-from bagu.data.store import TokenDocument, TokenStore, in_memory
+from bagu.data.store import TokenDocument, TokenStore
+from bagu.data.store_writer import in_memory
 from bagu.errors import BaguError
 from bagu.types import IGNORE, Batch
 

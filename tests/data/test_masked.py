@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from bagu.data.loader import DataConfig, Loader, evaluation_batches
 from bagu.data.masked import Masking, mask_batch
-from bagu.data.store import TokenDocument, in_memory
+from bagu.data.store import TokenDocument
+from bagu.data.store_writer import in_memory
 from bagu.errors import BaguError
 from bagu.types import IGNORE, Batch
 

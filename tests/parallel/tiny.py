@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from bagu.data.loader import DataConfig, Loader, Packing
-from bagu.data.store import TokenDocument, in_memory
+from bagu.data.store import TokenDocument
+from bagu.data.store_writer import in_memory
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora

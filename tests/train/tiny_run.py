@@ -13,7 +13,8 @@ import torch
 
 from bagu.config import from_dict
 from bagu.data.loader import DataConfig, Loader
-from bagu.data.store import TokenDocument, in_memory
+from bagu.data.store import TokenDocument
+from bagu.data.store_writer import in_memory
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from bagu.data import store
 from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
 from bagu.data.loader import DataConfig
+from bagu.data.store import TokenStore
+from bagu.data.store_writer import build
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
@@ -63,12 +64,12 @@ class LanguageModelling(TokenObjective):
 
 def text_stores(
     corpora: Mapping[str, TextCorpus], tokenizer: BpeTokenizer
-) -> dict[str, dict[Literal["train", "validation"], store.TokenStore]]:
+) -> dict[str, dict[Literal["train", "validation"], TokenStore]]:
     """The tokens of each text, from the cache if they are there."""
     cache = cache_folder() / "tokens"
     return {
         name: {
-            part: store.build(corpus.documents(part), tokenizer, cache, source={**corpus.facts, "part": part})
+            part: build(corpus.documents(part), tokenizer, cache, source={**corpus.facts, "part": part})
             for part in PARTS
         }
         for name, corpus in corpora.items()

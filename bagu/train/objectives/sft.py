@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bagu.data import store
 from bagu.data.chat import ChatEncoder
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import PARTS, Part, Selection, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.data.renamed import RENAMING
+from bagu.data.store import TokenStore
+from bagu.data.store_writer import on_disk
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
@@ -50,12 +51,12 @@ class SupervisedFineTuning(TokenObjective):
         return NEXT_TOKEN_DISPLAY
 
 
-def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> store.TokenStore:
+def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> TokenStore:
     """The tokens of the chats of a part and which of them are targets, from the cache if they are there."""
     template: dict[str, Any] = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
     if corpus.config.renamed and part == "train":
         template["renamed"] = [corpus.config.renamed, RENAMING]
-    return store.on_disk(
+    return on_disk(
         encoder.documents(corpus.conversations(part)), cache_folder() / "tokens",
         token_bytes=encoder.tokenizer.token_bytes,
         facts={"source": {**corpus.facts, "part": part, **template}, "tokenizer": encoder.tokenizer.fingerprint},
