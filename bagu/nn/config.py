@@ -5,8 +5,8 @@
     layer i           windows[i % len(windows)]; a mixture of experts unless i is in moe.dense_layers; `positions`
                       unless i is in layer_positions.layers
 
-An option that has options of its own is a dataclass (choices.py), so every option has an effect. Invalid combinations
-raise when the config is created. `bagu.config` reads and writes it as JSON.
+An option that has options of its own is a dataclass (choices.py, position_choices.py), so every option has an effect.
+Invalid combinations raise when the config is created. `bagu.config` reads and writes it as JSON.
 """
 
 from __future__ import annotations
@@ -15,27 +15,20 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from bagu.nn.choices import (
-    NEWER,
+from bagu.nn.choices import NEWER, GateClamp, MLAConfig, MoEConfig, Multipliers, NormConfig, at_least, refuse
+from bagu.nn.position_choices import (
     Alibi,
-    GateClamp,
     LayerPositions,
     Learned,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    MLAConfig,
-    MoEConfig,
-    Multipliers,
     NoPositions,
-    NormConfig,
     Positions,
     Rope,
     Sinusoidal,
     T5Relative,
     YarnScaling,
-    at_least,
-    refuse,
     yarn_mscale,
 )
 

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bagu.nn.choices import yarn_mscale
 from bagu.nn.config import (
     Alibi,
     Learned,
@@ -32,6 +31,7 @@ from bagu.nn.config import (
     YarnScaling,
 )
 from bagu.nn.linear import Factory, parameter
+from bagu.nn.position_choices import yarn_mscale
 
 __all__ = ["Encoding", "Signals", "alibi_slopes", "make_encoding", "rope_speeds", "sinusoids", "t5_bucket"]
 

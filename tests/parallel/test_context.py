@@ -13,7 +13,8 @@ from test_pipeline import as_batch
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.nn.choices import Alibi, Learned, MLAConfig, MoEConfig, T5Relative
+from bagu.nn.choices import MLAConfig, MoEConfig
+from bagu.nn.position_choices import Alibi, Learned, T5Relative
 from bagu.parallel.context import Method, check_context_parallel, context_parallel, split_batch
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.ring_attention import _block_backward, _Chunks

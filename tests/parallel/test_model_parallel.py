@@ -12,8 +12,9 @@ from ranks import Ranks
 from test_equality import differences
 from tiny import Alone, Case
 
-from bagu.nn.choices import Alibi, Learned, NormConfig
+from bagu.nn.choices import NormConfig
 from bagu.nn.config import MoEConfig
+from bagu.nn.position_choices import Alibi, Learned
 
 GROUPS = {"num_heads": 4, "num_kv_heads": 2}
 GPT = {

@@ -27,7 +27,8 @@ from shared_models import (
 
 from bagu import ops
 from bagu.errors import BaguError
-from bagu.nn.choices import Learned, MoEConfig, NormConfig, T5Relative
+from bagu.nn.choices import MoEConfig, NormConfig
+from bagu.nn.position_choices import Learned, T5Relative
 from bagu.parallel.pipeline import (
     Action,
     Pipeline,

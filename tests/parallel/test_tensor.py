@@ -25,8 +25,9 @@ from shared_models import (
 from torch.utils.checkpoint import checkpoint
 
 from bagu.errors import ArgumentError
-from bagu.nn.choices import Alibi, Learned, MLAConfig, MoEConfig, NormConfig, Sinusoidal, T5Relative
+from bagu.nn.choices import MLAConfig, MoEConfig, NormConfig
 from bagu.nn.lora import add_lora
+from bagu.nn.position_choices import Alibi, Learned, Sinusoidal, T5Relative
 from bagu.ops.catalogue import SPECS
 from bagu.parallel.sharding import TENSOR, Split, gather_full, placements, shard, unshard
 from bagu.parallel.tensor import check_tensor_parallel, sum_replicated, tensor_parallel

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bagu.nn import choices
+from bagu.nn import position_choices as encodings
 from bagu.nn.config import ModelConfig
 from bagu.recipes.training import _model_id
 
@@ -19,31 +20,31 @@ SMALL = ModelConfig(
 )  # fmt: skip
 MOE = choices.MoEConfig(num_experts=4, top_k=2, expert_size=16)
 ONES = (1.0,) * 4
-YARN = choices.YarnScaling(factor=4.0, original_max_len=32)
-LONG = choices.LongRopeScaling(factor=2.0, original_max_len=32, short_factors=ONES, long_factors=ONES)
+YARN = encodings.YarnScaling(factor=4.0, original_max_len=32)
+LONG = encodings.LongRopeScaling(factor=2.0, original_max_len=32, short_factors=ONES, long_factors=ONES)
 # as written by 2e55a02
 WRITTEN = {
     "57afc7b1413ddf3f": SMALL,
-    "de48d6b63fc6fae9": replace(SMALL, positions=choices.Learned(), norm=choices.NormConfig(kind="layer", bias=True)),
-    "6162f0a7b34d020a": replace(SMALL, positions=choices.Sinusoidal()),
-    "ca4b56848e8cd608": replace(SMALL, positions=choices.Alibi()),
-    "786bbfe930f0e965": replace(SMALL, positions=choices.T5Relative()),
-    "6a8c230f9df260ac": replace(SMALL, positions=choices.NoPositions()),
-    "0808a5e75c2a5c1f": replace(SMALL, positions=choices.Rope(scaling=choices.LinearScaling(factor=2.0))),
-    "190b0e265d5aa14f": replace(SMALL, positions=choices.Rope(scaling=choices.Llama3Scaling(factor=8.0))),
-    "ba306b0986f9e1cf": replace(SMALL, positions=choices.Rope(scaling=YARN)),
-    "f82b4c356c8314f4": replace(SMALL, positions=choices.Rope(scaling=LONG)),
+    "de48d6b63fc6fae9": replace(SMALL, positions=encodings.Learned(), norm=choices.NormConfig(kind="layer", bias=True)),
+    "6162f0a7b34d020a": replace(SMALL, positions=encodings.Sinusoidal()),
+    "ca4b56848e8cd608": replace(SMALL, positions=encodings.Alibi()),
+    "786bbfe930f0e965": replace(SMALL, positions=encodings.T5Relative()),
+    "6a8c230f9df260ac": replace(SMALL, positions=encodings.NoPositions()),
+    "0808a5e75c2a5c1f": replace(SMALL, positions=encodings.Rope(scaling=encodings.LinearScaling(factor=2.0))),
+    "190b0e265d5aa14f": replace(SMALL, positions=encodings.Rope(scaling=encodings.Llama3Scaling(factor=8.0))),
+    "ba306b0986f9e1cf": replace(SMALL, positions=encodings.Rope(scaling=YARN)),
+    "f82b4c356c8314f4": replace(SMALL, positions=encodings.Rope(scaling=LONG)),
     "79040ecc52c742e7": replace(
         SMALL, num_kv_heads=4, mla=choices.MLAConfig(kv_rank=16, nope_dim=4, rope_dim=4, v_dim=8)
     ),
     "dce4820259a26aa7": replace(SMALL, moe=MOE),
     "e19579c89807a4a0": replace(
-        SMALL, layer_positions=choices.LayerPositions(layers=(0,), positions=choices.NoPositions()), sinks=True,
+        SMALL, layer_positions=encodings.LayerPositions(layers=(0,), positions=encodings.NoPositions()), sinks=True,
         gate_clamp=choices.GateClamp(), multipliers=choices.Multipliers(residual=0.5),
     ),
     "3969bc1eeb30174a": replace(SMALL, score_head=True),
     "96f79b26c2d439d1": replace(SMALL, lm_head=False),
-    "1a8799ceb69ca361": replace(SMALL, positions=choices.Learned(offset=2)),
+    "1a8799ceb69ca361": replace(SMALL, positions=encodings.Learned(offset=2)),
     "40a7694e796c75d7": replace(SMALL, norm=choices.NormConfig(unit_offset=True)),
     "c47d7dbc85eca3e8": replace(SMALL, moe=replace(MOE, router_bias=True)),
 }  # fmt: skip
@@ -63,5 +64,5 @@ def test_a_model_has_the_fingerprint_that_checkpoints_of_it_have(written: str) -
 
 def test_every_part_of_a_configuration_is_in_a_pinned_one() -> None:
     """So a field that is added to any of them changes a fingerprint above, unless it is NEWER."""
-    known = {c for c in vars(choices).values() if dataclasses.is_dataclass(c)}
+    known = {c for c in [*vars(choices).values(), *vars(encodings).values()] if dataclasses.is_dataclass(c)}
     assert known | {ModelConfig} == {part for config in WRITTEN.values() for part in parts(config)}
