@@ -10,7 +10,7 @@ import pytest
 
 from bagu.serve.http import event_buffer
 from bagu.serve.http.event_buffer import EventBuffer
-from bagu.serve.http.pipe import STEP_TAG
+from bagu.serve.http.wire import STEP_TAG
 from bagu.serve.request import PromptLogprobs, TokenEvent
 
 

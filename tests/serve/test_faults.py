@@ -27,7 +27,8 @@ from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, gone, healt
 
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.pipe import Stop
-from bagu.serve.http.process import EngineProcess, _Reader
+from bagu.serve.http.process import EngineProcess
+from bagu.serve.http.wire import MessageReader
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
@@ -301,7 +302,7 @@ def test_a_call_in_the_moment_after_the_engine_died_does_not_raise() -> None:
     async def send_after_the_end() -> bool:
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
-        transport, reader = await loop.create_unix_connection(lambda: _Reader(Mock(), Mock()), sock=ours)
+        transport, reader = await loop.create_unix_connection(lambda: MessageReader(Mock(), Mock()), sock=ours)
         engine = EngineProcess(Mock(), EngineConfig(), Mock())
         engine._transport = transport
         theirs.close()

@@ -17,8 +17,9 @@ from constrained import POINT, constrained_engine, constrained_model, json_token
 from bagu.serve.grammar import Grammar
 from bagu.serve.http.generation_loop import serve_generation
 from bagu.serve.http.inbox import Messages
-from bagu.serve.http.pipe import STEP_TAG, Accepted, Refused, Stop, Submit
+from bagu.serve.http.pipe import Accepted, Refused, Stop, Submit
 from bagu.serve.http.request_queue import Compiled, RequestQueue
+from bagu.serve.http.wire import STEP_TAG
 from bagu.serve.request import Request, Sampling
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bagu.errors import BaguError
 from bagu.serve.http.inbox import Messages
-from bagu.serve.http.pipe import Adapters, LoadAdapter, Result, UnloadAdapter, send
+from bagu.serve.http.pipe import Adapters, LoadAdapter, Result, UnloadAdapter
+from bagu.serve.http.wire import send
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.peft import Adapter

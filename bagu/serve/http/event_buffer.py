@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from bagu.serve.http.pipe import StepEvents, send_step
+from bagu.serve.http.pipe import StepEvents
+from bagu.serve.http.wire import send_step
 from bagu.serve.request import Event, TokenEvent
 
 __all__ = ["EventBuffer"]

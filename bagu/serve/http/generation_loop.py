@@ -23,10 +23,9 @@ from bagu.serve.http.pipe import (
     Stop,
     Submit,
     UnloadAdapter,
-    send,
-    send_step,
 )
 from bagu.serve.http.request_queue import Compiled, RequestQueue
+from bagu.serve.http.wire import send, send_step
 from bagu.serve.request import Event, TokenEvent
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch

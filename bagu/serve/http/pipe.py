@@ -1,40 +1,35 @@
 """The messages between the HTTP server's process (process.py) and the engine process (worker.py).
 
     server process (asyncio)                        engine process
-    EngineProcess.submit   -> Submit, Abort, ... ->  `_receive` reads the socket; the main loop handles messages, steps
+    EngineProcess.submit   -> Submit, Abort, ... ->  a thread reads the socket; the main loop handles messages, steps
     PendingCalls.deliver   <- StepEvents         <-  the events of a step, or of several short steps (`EventBuffer`)
 
-A message has the format of `multiprocessing.connection.Connection`: 4 bytes of length, then the content.
+wire.py encodes them.
 """
 
 from __future__ import annotations
 
-import marshal
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import GenerationDefaults
 from bagu.serve.message.format import finds_reasoning
 from bagu.serve.message.forms import ToolForm, find_form
-from bagu.serve.request import Event, Request, TokenEvent
+from bagu.serve.request import Event, Request
 from bagu.types import Tokenizer
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
 
 __all__ = [
-    "STEP_TAG", "Abort", "Accepted", "Adapters", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "LoadAdapter",
-    "Ready", "Refused", "Result", "StepEvents", "Stop", "Submit", "UnloadAdapter", "Warming", "framed", "send",
-    "send_step",
+    "Abort", "Accepted", "Adapters", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "LoadAdapter", "Ready",
+    "Refused", "Result", "StepEvents", "Stop", "Submit", "UnloadAdapter", "Warming",
 ]  # fmt: skip
 
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
-STEP_TAG = b"S"  # first byte of a `StepEvents` encoded with marshal; no pickle begins with it
 
 
 class Submit(NamedTuple):
@@ -210,21 +205,3 @@ class Failed(NamedTuple):
     """The process is about to end because of an error."""
 
     reason: str
-
-
-def framed(message: Any) -> bytes:
-    """A message preceded by its length, in the format of `Connection.recv`."""
-    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return len(content).to_bytes(4, "big") + content
-
-
-def send(pipe: Connection, message: Any) -> None:
-    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-def send_step(pipe: Connection, step: StepEvents) -> None:
-    """Send `StepEvents` as plain tuples with `marshal`, which is faster than pickle: it is sent for every token."""
-    if all(isinstance(event, TokenEvent) for event in step.events):
-        pipe.send_bytes(STEP_TAG + marshal.dumps(([tuple(event) for event in step.events], tuple(step.first_tokens))))
-    else:
-        send(pipe, step)

@@ -8,15 +8,12 @@ with it, and the process is started again.
 from __future__ import annotations
 
 import asyncio
-import marshal
 import multiprocessing
-import pickle
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from bagu.serve.adapters.info import AdapterInfo
@@ -25,7 +22,6 @@ from bagu.serve.http.engine_main import engine_main
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
 from bagu.serve.http.pipe import (
-    STEP_TAG,
     Abort,
     Accepted,
     Adapters,
@@ -43,15 +39,14 @@ from bagu.serve.http.pipe import (
     Submit,
     UnloadAdapter,
     Warming,
-    framed,
 )
-from bagu.serve.request import Event, Request, TokenEvent
+from bagu.serve.http.wire import MessageReader, framed
+from bagu.serve.request import Request
 from bagu.serve.stats import EngineStats
 
 __all__ = ["EngineProcess"]
 
 SHUTTING_DOWN = "the server is shutting down"
-_token_event = partial(tuple.__new__, TokenEvent)  # faster than `TokenEvent._make`, which is a Python function
 
 
 class EngineProcess:
@@ -204,7 +199,7 @@ class EngineProcess:
         theirs.close()
         self.pid, self.pending.last_message, self._reported = process.pid, time.perf_counter(), None
         transport, reader = await asyncio.get_running_loop().create_unix_connection(
-            lambda: _Reader(self.pending.deliver, self._handle), sock=ours
+            lambda: MessageReader(self.pending.deliver, self._handle), sock=ours
         )
         self._transport = transport
         if self.state == "stopped":
@@ -265,36 +260,6 @@ class EngineProcess:
         for future in self._results.values():
             if not future.done():
                 future.set_exception(error())
-
-
-class _Reader(asyncio.Protocol):
-    """Splits the bytes of the socket into messages: 4 bytes of length, then the content.
-
-    A step with only tokens is delivered directly from here. The CPU caches are cold at this point, so every Python call
-    costs 2 to 4 µs; there are ten calls from here to the client's socket.
-    """
-
-    def __init__(
-        self, deliver: Callable[[list[Event], Sequence[tuple[float, float]]], None], handle: Callable[[Any], None]
-    ) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._deliver, self._handle = deliver, handle
-        self._rest = b""
-
-    def data_received(self, data: bytes) -> None:
-        data, at = self._rest + data if self._rest else data, 0
-        while len(data) >= at + 4 and len(data) >= (end := at + 4 + int.from_bytes(data[at : at + 4], "big")):
-            if data.startswith(STEP_TAG, at + 4):
-                events, first_tokens = marshal.loads(data[at + 5 : end])
-                self._deliver(list(map(_token_event, events)), first_tokens)
-            else:
-                self._handle(pickle.loads(data[at + 4 : end]))
-            at = end
-        self._rest = data[at:]
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
 
 
 def _by_name(infos: Sequence[AdapterInfo]) -> dict[str, AdapterInfo]:

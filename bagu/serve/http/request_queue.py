@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from bagu.errors import BaguError
 from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.http.inbox import Messages
-from bagu.serve.http.pipe import Accepted, Refused, send
+from bagu.serve.http.pipe import Accepted, Refused
+from bagu.serve.http.wire import send
 from bagu.serve.request import Request, Unservable
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch

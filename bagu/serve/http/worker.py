@@ -23,8 +23,9 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http.encoder_loop import serve_encoder
 from bagu.serve.http.generation_loop import serve_generation
 from bagu.serve.http.inbox import Messages, receive
-from bagu.serve.http.pipe import Failed, Load, Warming, send
+from bagu.serve.http.pipe import Failed, Load, Warming
 from bagu.serve.http.warm_up import warm_up
+from bagu.serve.http.wire import send
 
 __all__ = ["run"]
 
