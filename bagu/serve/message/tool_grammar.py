@@ -49,50 +49,69 @@ def tool_grammar(
     thinking: bool = False,
 ) -> Grammar:
     """A message of one or more calls (at most `max_calls`), after reasoning if the model thinks. If they are not
-    `required`, the message may also be text, or text before calls; with `content`, JSON of this
-    grammar instead. (A form without a trigger has no such grammar: both would begin with "{".)"""
-
-    def literal(text: str) -> str:
-        """Lark for this text; control tokens by their ids."""
-        names = sorted((name for name in form.markers if name in special_ids), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-        return " ".join(f"<[{special_ids[p]}]>" if p in names else json.dumps(p) for p in parts if p)
-
-    def call(i: int, before: str) -> str:
-        return f"{literal(before.replace('NAME', tools[i].name))} arguments_{i} {literal(form.after)}"
-
-    count = range(len(tools))
-    more = "" if max_calls == 1 else f"({literal(form.separator)} call)*"
-    rest = f"{more} {literal(form.closing)}"
+    `required`, the message may also be text, or text before calls; with `content`, JSON of this grammar instead. (A
+    form without a trigger has no such grammar: both would begin with "{".)"""
+    write = _Writer(form, tools, special_ids)
+    more = "" if max_calls == 1 else f"({write.literal(form.separator)} call)*"
+    rest = f"{more} {write.literal(form.closing)}"  # of a message, after its first call
     think = "think" if thinking else "think?" if thinks else ""
-    rules = [f"start: {think} {'calls' if required else 'message'}", f"calls: {literal(form.opening)} call {rest}"]
-    rules += [f"call: {' | '.join(f'call_{i}' for i in count)}", *(f"call_{i}: {call(i, form.before)}" for i in count)]
+    rules = [f"start: {think} {'calls' if required else 'message'}"]
+    rules += [f"calls: {write.literal(form.opening)} call {rest}", *write.calls("call", form.before)]
     rules += [f"arguments_{i}: %json {json.dumps(tool.schema)}" for i, tool in enumerate(tools)]
     if thinks or thinking:
-        opens = "" if thinking else literal(THINK)
+        opens = "" if thinking else write.literal(THINK)
         rules += [f"think: {opens} thoughts /[ \\t\\r\\n]*/", f"thoughts[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"]
-    if required:
-        return _lark(rules)
-    if content is not None:
-        schema = json.loads(content.text) if content.kind == "json_schema" else {"type": "object"}
-        spaced = {**schema, **SPACING} if isinstance(schema, dict) else schema
-        rules += ["message: content | calls", f"content: %json {json.dumps(spaced)}"]
-    elif form.trigger is None:  # a call has no marker: it is a message that begins with "{"
-        rules += ["message: TEXT | calls", r"TEXT: /([^{ \t\r\n](?s:.*))?/"]
-    elif form.trigger in special_ids:  # no text is encoded as this token
-        rules += ["message: TEXT calls?", "TEXT: /(?s:.*)/"]
-    else:  # text with the trigger is one lexeme: a lexeme of text alone would take the trigger's first characters
-        opening, before = form.opening.removeprefix(form.trigger), form.before
-        if not form.opening:
-            before = before.removeprefix(form.trigger)
-        rules += [
-            f"message: TEXT | text_before_call {literal(opening)} first {rest}",
-            f"first: {' | '.join(f'first_{i}' for i in count)}",
-            *(f"first_{i}: {call(i, before)}" for i in count),
-            f"text_before_call[suffix={json.dumps(form.trigger)}]: /(?s:.*)/",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(form.trigger)}(?s:.*)/",
-        ]
+    if not required:
+        rules += _content_rules(content) if content is not None else _text_rules(write, rest)
     return _lark(rules)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the rules of a form in Lark's syntax."""
+
+    form: ToolForm
+    tools: Sequence[Tool]
+    special_ids: Mapping[str, int]
+
+    def literal(self, text: str) -> str:
+        """This text; control tokens by their ids."""
+        names = sorted((name for name in self.form.markers if name in self.special_ids), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        return " ".join(f"<[{self.special_ids[p]}]>" if p in names else json.dumps(p) for p in parts if p)
+
+    def calls(self, rule: str, before: str) -> list[str]:
+        """`rule` is a call of any tool: `before` with the tool's name, its arguments, and the end of the call."""
+        numbers, after = range(len(self.tools)), self.literal(self.form.after)
+        starts = [self.literal(before.replace("NAME", tool.name)) for tool in self.tools]
+        any_tool = f"{rule}: {' | '.join(f'{rule}_{i}' for i in numbers)}"
+        return [any_tool, *(f"{rule}_{i}: {starts[i]} arguments_{i} {after}" for i in numbers)]
+
+
+def _content_rules(content: Grammar) -> list[str]:
+    """A message that is JSON of the grammar `content`, or calls."""
+    schema = json.loads(content.text) if content.kind == "json_schema" else {"type": "object"}
+    spaced = {**schema, **SPACING} if isinstance(schema, dict) else schema
+    return ["message: content | calls", f"content: %json {json.dumps(spaced)}"]
+
+
+def _text_rules(write: _Writer, rest: str) -> list[str]:
+    """A message that is text, with or without calls at its end. `rest` is what follows the first call."""
+    form = write.form
+    if form.trigger is None:  # a call has no marker: it is a message that begins with "{"
+        return ["message: TEXT | calls", r"TEXT: /([^{ \t\r\n](?s:.*))?/"]
+    if form.trigger in write.special_ids:  # no text is encoded as this token
+        return ["message: TEXT calls?", "TEXT: /(?s:.*)/"]
+    # text with the trigger is one lexeme: a lexeme of text alone would take the trigger's first characters
+    opening, before = form.opening.removeprefix(form.trigger), form.before
+    if not form.opening:
+        before = before.removeprefix(form.trigger)
+    return [
+        f"message: TEXT | text_before_call {write.literal(opening)} first {rest}",
+        *write.calls("first", before),
+        f"text_before_call[suffix={json.dumps(form.trigger)}]: /(?s:.*)/",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(form.trigger)}(?s:.*)/",
+    ]
 
 
 def _lark(rules: list[str]) -> Grammar:
