@@ -223,6 +223,19 @@ def test_traffic_is_split_kept_by_user_and_returns_when_an_engine_dies(
     restore(server, folder)
 
 
+def test_the_version_before_can_be_promoted_again_during_the_trial(
+    client: openai.OpenAI, server: Running, folder: Path
+) -> None:
+    settings(folder, "return_when = {error_percent = 5}")
+    change(server, "promote", {"version": 2})
+    assert states(server)[1] == "ready"  # kept, in case the traffic returns
+    change(server, "promote", {"version": 1})
+    for _ in range(20):
+        assert client.completions.create(**ASK).model == "chat@1"
+    assert states(server)[1] == states(server)[2] == "ready"
+    restore(server, folder)
+
+
 def children(server: Running) -> list[int]:
     """The engine processes of the server."""
     tasks = Path(f"/proc/{server.process.pid}/task").iterdir()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.repository.layout import ReturnLimits
 from bagu.serve.repository.router import Router
+from bagu.serve.repository.traffic import Traffic
 from bagu.serve.repository.watch import Trial
 
 WEIGHTS = st.dictionaries(st.integers(1, 9), st.integers(1, 20), min_size=1, max_size=4)
@@ -103,3 +106,20 @@ def test_requests_that_clients_abort_are_not_counted() -> None:
 def test_limits_that_never_apply_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"limit|after_requests"):
         ReturnLimits(**settings)  # type: ignore[arg-type]
+
+
+def test_the_versions_to_unload_are_those_that_lost_the_traffic_for_good() -> None:
+    metrics, limits = Metrics("m"), ReturnLimits(error_percent=5, after_requests=1, trial_requests=1)
+    versions: Any = {n: SimpleNamespace(is_ready=True, metrics=metrics, state="ready") for n in (1, 2, 3)}
+    traffic = Traffic("m", {1: 1.0})
+    assert traffic.set({2: 1.0}, versions, limits) == []  # 1 stays for the trial of 2
+    assert traffic.in_trial(2) and traffic.kept == {1, 2} and traffic.share(2) == 1.0
+    assert traffic.set({1: 1.0}, versions, limits) == []  # 1 has the traffic again, and 2 may get it back
+    assert traffic.set({3: 1.0}, versions, limits) == [2]
+    assert traffic.check(versions) == [] and traffic.in_trial(3)
+    metrics.finished["stop"] += 1
+    assert traffic.check(versions) == [1] and traffic.kept == {3} and traffic.returns == 0
+    traffic.set({1: 1.0, 3: 1.0}, versions, limits)
+    metrics.errors += 1
+    assert traffic.check(versions) == [1] and traffic.weights == {3: 1.0} and traffic.returns == 1
+    assert traffic.last_return is not None and traffic.last_return.startswith("version 1: 100.0 % of 1 requests failed")

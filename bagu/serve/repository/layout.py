@@ -88,7 +88,8 @@ class Settings:
         for name in ("weights", "versions"):
             if wrong := [key for key in getattr(self, name) if not is_version(key)]:
                 raise ConfigError(f"{name}: {wrong[0]!r} is not a version", hint="versions are 1, 2, 3 ...")
-        check_weights({int(key): value for key, value in self.weights.items()} if self.weights else {1: 1.0})
+        if self.weights:
+            check_weights({int(key): value for key, value in self.weights.items()})
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share = {self.memory_share}", hint="a fraction: above 0 and at most 1")
         if not 0 <= self.load_niceness <= 19:

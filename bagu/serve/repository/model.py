@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +23,9 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.instances import Caller, HasJob, Instance
 from bagu.serve.http.process import SHUTTING_DOWN
 from bagu.serve.repository.layout import Layout, Settings, check_weights, read_model
-from bagu.serve.repository.router import Router
 from bagu.serve.repository.shadow import ShadowCalls
+from bagu.serve.repository.traffic import Traffic
 from bagu.serve.repository.version import Prepare, Version
-from bagu.serve.repository.watch import Trial
 
 __all__ = ["Host", "RepositoryModel"]
 
@@ -49,12 +48,9 @@ class RepositoryModel:
     def __init__(self, layout: Layout, host: Host) -> None:
         self.name, self.layout, self.host = layout.name, layout, host
         self.versions = {number: Version(self.name, number) for number in layout.folders}
-        self.router = Router(self.name, layout.initial)
+        self.traffic = Traffic(self.name, layout.initial)
         self.shadow = ShadowCalls()
-        self.swaps = self.returns = 0
-        self.last_return: str | None = None
-        self._trials: dict[int, Trial] = {}
-        self._before: dict[int, float] = {}  # the traffic before the trial
+        self.swaps = 0
         self._gate: asyncio.Event | None = None  # while a version is replaced; requests wait for it
         self._waiting = 0
         self._operation = asyncio.Lock()
@@ -86,9 +82,9 @@ class RepositoryModel:
         if number is not None:
             return self._ready_version(self.version(number))
         ready = [n for n in self.ready if without is None or self.versions[n].instance is not without]
-        found = self.router.choose(ready, self._sticky(caller))
+        found = self.traffic.router.choose(ready, self._sticky(caller))
         if found is None:
-            candidates = [self.versions[n] for n in self.router.weights if n in self.versions]
+            candidates = [self.versions[n] for n in self.traffic.weights if n in self.versions]
             if not candidates:
                 message = f"no version of {self.name!r} is loaded"
                 raise ApiError(503, message, param="model", code="model_unloaded", headers={"Retry-After": "1"})
@@ -154,8 +150,8 @@ class RepositoryModel:
         """Take the traffic from a version, let its requests finish, and stop it."""
         async with self._operation:
             version = self.version(number)
-            self._end_trial()
-            self.router.set({n: weight for n, weight in self.router.weights.items() if n != number})
+            others = {n: weight for n, weight in self.traffic.weights.items() if n != number}
+            self._drain(n for n in self.traffic.set(others, self.versions, None) if n != number)
             await version.drain(self.settings.drain_s)
 
     async def promote(self, number: int) -> None:
@@ -167,8 +163,8 @@ class RepositoryModel:
                 await self._replace(number)
             else:
                 await self._load(number)
-                self._set_traffic({number: 1.0})
-                self._drain([n for n in self.versions if n not in (number, *self._before)])
+                self.traffic.set({number: 1.0}, self.versions, self.settings.return_when)
+                self._drain(n for n in self.versions if n not in self.traffic.kept)
             self.swaps += 1
             _log(f"{self.name}: version {number} serves")
 
@@ -185,7 +181,7 @@ class RepositoryModel:
             for number, weight in weights.items():
                 if weight > 0:
                     await self._load(number)
-            self._set_traffic(weights)
+            self._drain(self.traffic.set(weights, self.versions, self.settings.return_when))
 
     async def run(self, operation: Coroutine[Any, Any, T]) -> T:
         """Run an operation to its end, also if the client that asked for it disconnects. Raises 503 at a shutdown."""
@@ -243,7 +239,7 @@ class RepositoryModel:
     async def _replace(self, number: int) -> None:
         """Unload the versions that serve, then load the new one; requests wait meanwhile. If it does not start, the old
         ones are loaded again."""
-        before, gate = self.router.weights, asyncio.Event()
+        before, gate = self.traffic.weights, asyncio.Event()
         self._gate = gate
         try:
             await asyncio.gather(*(version.drain(self.settings.drain_s) for version in self.loaded))
@@ -253,58 +249,20 @@ class RepositoryModel:
                 for old in before:
                     await self._load(old)
                 raise
-            self.router.set({number: 1.0})
+            self.traffic.set({number: 1.0}, self.versions, None)  # the others are unloaded already
         finally:
             self._gate = None
             gate.set()
 
-    def _set_traffic(self, weights: Mapping[int, float]) -> None:
-        """Route new requests by these weights. Versions that lost all their traffic are unloaded: after the trial if
-        there are limits, otherwise now."""
-        self._end_trial()
-        before, sum_before = self.router.weights, sum(self.router.weights.values())
-        self.router.set(weights)
-        after, sum_after = self.router.weights, sum(self.router.weights.values())
-        limits = self.settings.return_when
-        if limits is not None and any(n in self.ready for n in before):
-            grown = [n for n in after if after[n] / sum_after > before.get(n, 0.0) / (sum_before or 1.0)]
-            self._before = before
-            self._trials = {n: Trial.begin(limits, self.versions[n].metrics) for n in grown}
-        if not self._trials:
-            self._drain([n for n in before if n not in after])
-
-    # Automatic return
-
     def check_trial(self) -> None:
-        """Give the traffic back if a version in its trial has passed a limit; end the trial if all are within them."""
-        if not self._trials:
-            return
-        for number, trial in self._trials.items():
-            version = self.versions[number]
-            why = trial.breach() if version.is_ready else f"it is {version.state}"
-            if why is not None:
-                self._return(number, why)
-                return
-        if all(trial.passed for trial in self._trials.values()):
-            self._end_trial()
+        """Give the traffic back if a version on trial has passed a limit; unload the versions that lost it."""
+        returns = self.traffic.returns
+        self._drain(self.traffic.check(self.versions))
+        if self.traffic.returns > returns:
+            serving = ", ".join(map(str, self.traffic.weights))
+            _log(f"{self.name}: the traffic returns to version {serving}; {self.traffic.last_return}")
 
-    def _return(self, number: int, why: str) -> None:
-        after, before = self.router.weights, self._before
-        if not any(n in self.ready for n in before):
-            return  # there is nothing to return to
-        self._trials, self._before = {}, {}
-        self.router.set(before)
-        self.returns += 1
-        self.last_return = f"version {number}: {why}"
-        _log(f"{self.name}: the traffic returns to version {', '.join(map(str, before))}; {self.last_return}")
-        self._drain([n for n in after if n not in before])
-
-    def _end_trial(self) -> None:
-        """End the trial, and unload the versions that waited for its end."""
-        before, self._trials, self._before = self._before, {}, {}
-        self._drain([n for n in before if n not in self.router.weights])
-
-    def _drain(self, numbers: Sequence[int]) -> None:
+    def _drain(self, numbers: Iterable[int]) -> None:
         shadow = None if self.settings.shadow is None else self.settings.shadow.version
         for number in numbers:
             if number != shadow and self.versions[number].state in ("ready", "restarting"):
@@ -319,19 +277,18 @@ class RepositoryModel:
     # Description
 
     def describe(self) -> dict[str, Any]:
-        total = sum(self.router.weights.values())
         return {
             "name": self.name,
             "versions": [
                 {
                     "version": version.number, "state": version.state,
-                    "weight": self.router.weights.get(version.number, 0.0) / total if total else 0.0,
-                    "in_trial": version.number in self._trials, "reason": version.reason or None,
+                    "weight": self.traffic.share(version.number),
+                    "in_trial": self.traffic.in_trial(version.number), "reason": version.reason or None,
                     "requests": _requests(version), "errors": version.metrics.errors,
                 }
                 for version in self.versions.values()
             ],
-            "swaps": self.swaps, "returns": self.returns, "last_return": self.last_return,
+            "swaps": self.swaps, "returns": self.traffic.returns, "last_return": self.traffic.last_return,
         }  # fmt: skip
 
 

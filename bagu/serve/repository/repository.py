@@ -158,7 +158,7 @@ class Repository:
         )  # fmt: skip
         yield from sample(
             "bagu:repository_returns_total", "counter", "Automatic returns to the version before.",
-            [(labels(model_name=m.name), m.returns) for m in models],
+            [(labels(model_name=m.name), m.traffic.returns) for m in models],
         )  # fmt: skip
         yield from sample(
             "bagu:shadow_requests_total", "counter", "Copies of requests to the shadow version, by result.",
