@@ -78,6 +78,15 @@ def test_few_clusters_are_tested_exactly() -> None:
     assert compare([0.0] * 5, [1.0] * 5).p_value == pytest.approx(2 / 32)
 
 
+def test_a_p_value_does_not_depend_on_the_unit() -> None:
+    """Signs whose sums are equal are counted as equal, also if rounding makes them differ."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        whole = rng.integers(-5, 6, 9)
+        small, large = ([0.0] * 9, whole.tolist()), ([0.0] * 9, (whole * 1e8 / 7).tolist())
+        assert compare(*large).p_value == compare(*small).p_value
+
+
 @pytest.mark.parametrize("samples, correct, k", [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (4, 3, 2)])
 def test_pass_at_k_is_the_mean_over_all_choices(samples: int, correct: int, k: int) -> None:
     passed = [i < correct for i in range(samples)]
