@@ -52,14 +52,14 @@ def score_choices(model: Model, task: Task, items: Sequence[Item], prefix: str) 
         for context in contexts:
             if not context.strip() and not model.encode(""):
                 raise TaskError(
-                    f"{item.place or f'task {task.name}, item {item.id}'}: the prompt is empty",
+                    f"{task.where(item)}: the prompt is empty",
                     hint="the first token of a choice needs a token before it, and this model adds none",
                 )
             for ids, start in continuations(model, context, [task.delimiter + choice for choice in item.choices]):
                 if len(ids) > model.max_len:
-                    where = item.place or f"task {task.name}, item {item.id}"
                     raise TaskError(
-                        f"{where}: prompt and choice have {len(ids)} tokens, and the model takes {model.max_len}",
+                        f"{task.where(item)}: prompt and choice have {len(ids)} tokens, and the model takes "
+                        f"{model.max_len}",
                         hint="use fewer examples (--few-shot), or a model with a longer context",
                     )
                 sequences.append(ids)

@@ -17,12 +17,11 @@ def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: st
     for item in items:
         ids = model.encode_chat(item.messages) if task.chat else model.encode(prefix + item.prompt)
         if not ids:
-            raise TaskError(f"{item.place or f'task {task.name}, item {item.id}'}: the prompt is empty")
+            raise TaskError(f"{task.where(item)}: the prompt is empty", hint="a generation needs a token to start from")
         if len(ids) + task.decoding.max_tokens > model.max_len:
-            where = item.place or f"task {task.name}, item {item.id}"
             raise TaskError(
-                f"{where}: the prompt has {len(ids)} tokens and the answer up to {task.decoding.max_tokens}, and the "
-                f"model takes {model.max_len}",
+                f"{task.where(item)}: the prompt has {len(ids)} tokens and the answer up to "
+                f"{task.decoding.max_tokens}, and the model takes {model.max_len}",
                 hint="use fewer examples (--few-shot), or a model with a longer context",
             )
         prompts.append(ids)

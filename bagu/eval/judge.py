@@ -45,12 +45,13 @@ def judged_by(judge: Judge, question: Callable[[Item, str], str], *, best: float
     def verdicts(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[Verdict]]:
         asked = [question(item, text) for item, answers in zip(items, texts, strict=True) for text in answers]
         try:
-            said = iter(judge.ask(asked))
+            said = judge.ask(asked)
         except BaguError as error:
             raise TaskError(
                 f"the judge {judge.name} did not answer: {error}",
                 hint="start it, and run again: the items that are graded stay",
             ) from error
-        return [[Verdict(grade=read_grade(s, best), text=s) for _, s in zip(a, said, strict=False)] for a in texts]
+        found = iter([Verdict(grade=read_grade(s, best), text=s) for _, s in zip(asked, said, strict=True)])
+        return [[next(found) for _ in answers] for answers in texts]
 
     return verdicts

@@ -1,6 +1,6 @@
 """The interface of a model for evaluation: an engine in this process or a server over HTTP.
 
-recipes/evaluate.py implements both; a test may implement its own.
+recipes/eval_models.py and recipes/eval_server.py implement them; a test may implement its own.
 """
 
 from __future__ import annotations

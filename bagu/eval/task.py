@@ -79,6 +79,10 @@ class Task:
     k: tuple[int, ...] = (1,)  # of pass@k
     stride: float = 0.5  # for a loss task: the step between windows, as a fraction of the longest sequence
 
+    def where(self, item: Item) -> str:
+        """The place of an item, for errors."""
+        return item.place or f"task {self.name}, item {item.id}"
+
     def __post_init__(self) -> None:
         if self.kind == "generation" and self.grade is None and self.judge is None:
             raise TaskError(f"task {self.name}: a generation task needs a way to grade answers")
@@ -101,7 +105,7 @@ def checked_items(task: Task, limit: int | None = None) -> list[Item]:
     for item in task.items():
         if limit is not None and len(items) == limit:
             break
-        where = item.place or f"task {task.name}, item {item.id}"
+        where = task.where(item)
         if item.id in seen:
             raise TaskError(f"{where}: a second item has the id {item.id!r}")
         seen.add(item.id)
