@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from bagu.serve.chat import terminal
 from bagu.serve.chat.clients import EngineChat, HttpChat, Piece
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
+from tests.json_handler import JsonHandler
 
 
 @pytest.fixture
@@ -162,6 +164,29 @@ def test_an_interrupted_stream_is_an_error() -> None:
         server.join()
     with pytest.raises(ArgumentError, match="not a URL"):
         HttpChat("http://127.0.0.1:abc")
+
+
+class NoApi(JsonHandler):
+    """A web server that is not a model's."""
+
+    def do_GET(self) -> None:
+        self.reply([])
+
+
+def test_a_server_with_another_api_is_an_error() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoApi) as other:
+        threading.Thread(target=other.serve_forever).start()
+        try:
+            with pytest.raises(BaguError, match="/v1/models did not answer as OpenAI's API does"):
+                HttpChat(f"http://127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+
+
+def test_a_command_that_only_begins_like_retry_is_not_sent_to_the_model(server: Stub) -> None:
+    shown = talk(HttpChat(server.url), "hello", "/retryy", "/retry again")
+    assert "there is no command 'retryy'" in shown and "did you mean 'retry'?" in shown
+    assert len(server.bodies) == 1
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_its_text(server: Stub) -> None:

@@ -111,6 +111,7 @@ class HttpChat:
 
     @contextlib.contextmanager
     def _call(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        """The response, to read inside the block. Every failure there is a BaguError."""
         where = urlsplit(self.url)
         kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
         try:
@@ -126,6 +127,9 @@ class HttpChat:
         except (OSError, http.client.HTTPException) as error:
             hint = "check that the server is running; `bagu serve MODEL` starts one"
             raise BaguError(f"{self.url} cannot be reached: {error or type(error).__name__}", hint=hint) from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # not JSON, or without a field
+            hint = "name a server with OpenAI's API, e.g. http://127.0.0.1:8000"
+            raise BaguError(f"{self.url}{path} did not answer as OpenAI's API does: {error!r}", hint=hint) from error
         finally:
             connection.close()  # the server then aborts the request
 

@@ -63,7 +63,7 @@ class Session:
         if name in ("quit", "exit"):
             return None
         if name not in known:
-            raise UnknownName.among("command", name, [*known, "retry", "quit"])
+            raise UnknownName.among("command", line[1:] if name == "retry" else name, [*known, "retry", "quit"])
         return known[name](rest.strip())
 
     def _new(self, _: str) -> str:
@@ -180,7 +180,7 @@ def main(
     console.print(f"{chat.name} · /help", style="dim", markup=False)
     while (line := read_message(read)) is not None:
         try:
-            if line.startswith("/") and not line.startswith("/retry"):
+            if line.startswith("/") and line != "/retry":
                 text = session.command(line)
                 if text is None:
                     break
