@@ -303,9 +303,15 @@ def _names(config: Mapping[str, Any], special: Sequence[str]) -> dict[str, str]:
 
 def _template(file: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template: since 2025 a separate file, before that an entry; of a list, the one named "default"."""
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        return next((entry["template"] for entry in value if entry["name"] == "default"), None)
+    try:
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+        value = config.get("chat_template")
+        if isinstance(value, list):
+            value = next((entry["template"] for entry in value if entry["name"] == "default"), None)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise BaguError(f"the chat template of {file.parent} cannot be read: {error!r}", hint="correct it") from error
+    if value is not None and not isinstance(value, str):
+        hint = f"in {FILES[1]} it is a text, or a list of objects with name and template"
+        raise BaguError(f"the chat template of {file.parent} is a {type(value).__name__}", hint=hint)
     return value

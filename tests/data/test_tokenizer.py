@@ -79,6 +79,18 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert BpeTokenizer.load(tmp_path / "new" / "folder").chat_template == "{{ 1 }}"
 
 
+@pytest.mark.parametrize("template", [{"a": "b"}, [{"template": "{{ 1 }}"}], ["{{ 1 }}"], 3])
+def test_a_chat_template_of_another_form_is_named(tmp_path: Path, template: object) -> None:
+    TOKENIZER.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    with pytest.raises(BaguError, match="the chat template of "):
+        BpeTokenizer.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(BaguError, match=r"the chat template of .* cannot be read: UnicodeDecodeError"):
+        BpeTokenizer.load(tmp_path)
+
+
 def test_a_failed_save_keeps_the_old_tokenizer(tmp_path: Path) -> None:
     """A kill or a full disk during a save once left a partial tokenizer.json, and the run could not be resumed."""
     resource = pytest.importorskip("resource")
