@@ -14,7 +14,7 @@ from torch import nn
 from bagu import ops
 from bagu.nn.int8 import int8_matmul
 
-__all__ = ["Factory", "Linear", "parameter"]
+__all__ = ["Factory", "Linear", "linears_of", "parameter"]
 
 
 class Factory(TypedDict, total=False):
@@ -120,3 +120,8 @@ class Linear(nn.Module):
             f", {name}" for name in ("bias", "gain", "weight_scale", "lora_a") if getattr(self, name) is not None
         )
         return f"{self.in_features} -> {self.out_features}{more}"
+
+
+def linears_of(model: nn.Module) -> dict[str, Linear]:
+    """The linear layers of a model by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}

@@ -22,7 +22,7 @@ from torch import nn
 from bagu.errors import ArgumentError
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import draw
-from bagu.nn.linear import Linear
+from bagu.nn.linear import Linear, linears_of
 from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
 
@@ -72,7 +72,7 @@ def add_lora(
         linear.lora_b = nn.Parameter(torch.zeros(linear.out_features, rank, device=w.device, dtype=w.dtype))
         linear.lora_scale = alpha / rank
     if base == "int8":
-        for linear in _linears(model).values():
+        for linear in linears_of(model).values():
             if linear.gain is None and not isinstance(linear, Router):
                 linear.quantize()
     return list(chosen)
@@ -115,7 +115,7 @@ def without_lora(model: Transformer) -> Iterator[None]:
 @torch.no_grad()
 def merge(model: Transformer) -> None:
     """Add every pair to its weight, remove it, dequantize int8 weights, and make all parameters trainable again."""
-    int8 = [linear for linear in _linears(model).values() if linear.weight_scale is not None]
+    int8 = [linear for linear in linears_of(model).values() if linear.weight_scale is not None]
     for linear in {*_adapted(model).values(), *int8}:
         linear.merge()
     model.requires_grad_(True)
@@ -143,7 +143,7 @@ def load_lora(model: Transformer, state: Mapping[str, torch.Tensor]) -> None:
 def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
     """The linears whose full name matches `targets`, at least one."""
     check_targets(targets)
-    linears = _linears(model)
+    linears = linears_of(model)
     chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
     if not chosen:
         example = ", ".join(list(linears)[:4])
@@ -151,12 +151,8 @@ def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
     return chosen
 
 
-def _linears(model: Transformer) -> dict[str, Linear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-
-
 def _adapted(model: Transformer) -> dict[str, Linear]:
-    found = {name: m for name, m in _linears(model).items() if m.lora_a is not None}
+    found = {name: m for name, m in linears_of(model).items() if m.lora_a is not None}
     if not found:
         raise ArgumentError("the model has no LoRA", hint="call add_lora first")
     return found

@@ -9,6 +9,7 @@ of the different A.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from bagu.config import write_atomic
 from bagu.machine.hub import ADAPTER_CONFIG, WeightsError, read_json
 from bagu.nn.families import Family, family_for
 from bagu.nn.families.core import Part
-from bagu.nn.linear import Linear
+from bagu.nn.linear import Linear, linears_of
 from bagu.nn.model import Transformer
 
 __all__ = [
@@ -70,9 +71,12 @@ def base_of(folder: Path) -> str:
 
 
 def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
-    """Write the LoRA pairs of `model`, which was loaded from `base`. PEFT can load them onto that model."""
+    """Write the LoRA pairs of `model`, which was loaded from `base`. PEFT can load them onto that model.
+
+    Each file is replaced atomically: a failure keeps the weights that were there.
+    """
     folder, family = Path(folder), family_for(model.config)
-    pairs = {name: m for name, m in _linears(model).items() if m.lora_a is not None and m.lora_b is not None}
+    pairs = {name: m for name, m in linears_of(model).items() if m.lora_a is not None and m.lora_b is not None}
     if not pairs:
         raise WeightsError("the model has no LoRA to save", hint="call add_lora first")
     tensors: dict[str, torch.Tensor] = {}
@@ -100,7 +104,10 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
     }  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+            made = Path(partial) / WEIGHTS
+            save_file(tensors, made, metadata={"format": "pt"})
+            made.replace(folder / WEIGHTS)
         write_atomic(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot write {folder}: {error}", hint="free some space, or save elsewhere") from error
@@ -111,7 +118,7 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
 
     PEFT features that bagu does not support are refused by name: DoRA, trained biases, different ranks.
     """
-    adapter, linears = read_adapter(model, folder), _linears(model)
+    adapter, linears = read_adapter(model, folder), linears_of(model)
     model.requires_grad_(False)
     for name, pair in adapter.pairs.items():
         linear = linears[name]
@@ -128,7 +135,7 @@ def read_adapter(model: Transformer, folder: str | Path) -> Adapter:
     scale = _scale(folder / ADAPTER_CONFIG, config)
     stored = _read(folder / WEIGHTS)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, linear in _linears(model).items():
+    for name, linear in linears_of(model).items():
         if (pair := _joined(family, model, name, linear, stored)) is not None:
             if linear.gain is not None or linear.lora_a is not None:
                 raise WeightsError(f"{name} has weight normalization or LoRA already", hint="merge it first")
@@ -144,11 +151,7 @@ def read_adapter(model: Transformer, folder: str | Path) -> Adapter:
 
 def num_parts(model: Transformer, name: str) -> int:
     """In how many linear layers PEFT divides ours: an adapter's rank there is up to so many times its `r`."""
-    return len(_parts(family_for(model.config), model, name, _linears(model)[name].weight.detach()))
-
-
-def _linears(model: Transformer) -> dict[str, Linear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    return len(_parts(family_for(model.config), model, name, linears_of(model)[name].weight.detach()))
 
 
 def _parts(family: Family, model: Transformer, name: str, b: torch.Tensor) -> dict[str, tuple[Part, bool]]:
@@ -226,7 +229,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 def _targets(model: Transformer, family: Family, chosen: list[str]) -> list[str]:
     """target_modules: short names if every linear of that name is adapted, else full names."""
-    names = [n for name, m in _linears(model).items() for n in _parts(family, model, name, m.weight.detach())]
+    names = [n for name, m in linears_of(model).items() for n in _parts(family, model, name, m.weight.detach())]
     last = {n.rsplit(".", 1)[-1] for n in chosen}
     by_last_name = {n for n in names if n.rsplit(".", 1)[-1] in last} == set(chosen)
     return sorted(last if by_last_name else set(chosen))

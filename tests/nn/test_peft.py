@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_models import make, packed, small
 
 from bagu.machine.hub import WeightsError
-from bagu.nn import Transformer
+from bagu.nn import Transformer, peft
 from bagu.nn.config import Learned, NormConfig
 from bagu.nn.families import family_for
 from bagu.nn.lora import add_lora, lora_state, merge
@@ -47,6 +47,20 @@ def adapted(targets: str = ".*", **options: Any) -> Transformer:
 def theirs(model: Transformer) -> dict[str, torch.Tensor]:
     """The model's weights with Hugging Face names and shapes."""
     return {name: part.save() for name, part in parts_of(model, family_for(model.config)).items()}
+
+
+def test_a_failed_save_keeps_the_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_adapter(adapted(), tmp_path, base="somewhere")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full_disk(tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"torn")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(peft, "save_file", full_disk)
+    with pytest.raises(WeightsError, match="No space left"):
+        save_adapter(adapted(), tmp_path, base="elsewhere")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", MODELS)
