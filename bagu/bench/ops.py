@@ -30,7 +30,7 @@ from bagu.machine.device import named_device
 from bagu.machine.timing import flush_buffer
 from bagu.ops import catalogue
 from bagu.ops.core import OpSpec
-from bagu.runs.progress import plain_progress
+from bagu.runs.plain_progress import plain_progress
 
 __all__ = ["main"]
 

@@ -18,7 +18,7 @@ from bagu.lab import catalogue, plot
 from bagu.lab.core import Lab, Result, Setting, T
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.environment import environment
-from bagu.runs.progress import plain_progress
+from bagu.runs.plain_progress import plain_progress
 from bagu.runs.record import ensure_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}

@@ -38,7 +38,8 @@ from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
-from bagu.runs.progress import Stage, Stages, duration
+from bagu.runs.progress import duration
+from bagu.runs.stages import Stage, Stages
 from bagu.train.cross_entropy import CrossEntropy
 
 __all__ = ["demo"]

@@ -26,7 +26,8 @@ from bagu.recipes.demo_plan import Pace, dpo_steps, rl_steps, sft_steps
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.run import Run
 from bagu.recipes.training import Trained, train
-from bagu.runs.progress import Stage, Stages, TrainProgress
+from bagu.runs.progress import TrainProgress
+from bagu.runs.stages import Stage, Stages
 
 __all__ = ["LATER", "Clock", "Done", "Later", "LaterStages", "go_on", "progress_of"]
 

@@ -24,7 +24,8 @@ from bagu.eval.score import Result, evaluate
 from bagu.eval.task import NORMALIZATIONS, Task, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.words import p_value, scale_of
-from bagu.runs.progress import PlainLines, draws
+from bagu.runs.plain_progress import PlainLines
+from bagu.runs.progress import draws
 
 __all__ = ["compare_main", "eval_main", "find_task"]
 

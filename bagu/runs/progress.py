@@ -1,4 +1,4 @@
-"""Progress of long work: one line for training, numbered stages for a demo.
+"""The progress of a training run in one line.
 
 On a terminal the line is redrawn in place and always fits: the least important parts are dropped first. Elsewhere (a
 file, a pipe, CI) plain lines are printed at every tenth of the work and every few seconds in between.
@@ -6,24 +6,20 @@ file, a pipe, CI) plain lines are printed at every tenth of the work and every f
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
 from bagu.runs.observer import ROUTINE_EVENTS, Metrics, Observer
+from bagu.runs.plain_progress import SECONDS_BETWEEN_LINES
 
-__all__ = ["PlainLines", "Stage", "Stages", "TrainProgress", "draws", "duration", "plain_progress"]
-
-SECONDS_BETWEEN_LINES = 5.0  # at least, where there is no terminal
-T = TypeVar("T")
+__all__ = ["REFRESH_PER_S", "TrainProgress", "draws", "duration"]
 
 REFRESH_PER_S = 8
 SPEED = {"tokens_per_s": "{:,.0f} tokens/s", "mfu_percent": "MFU {:.1f} %"}
@@ -139,111 +135,6 @@ class TrainProgress(Observer):
         quiet = max(SECONDS_BETWEEN_LINES, (now[0] - self._began) / 50)
         tenth = max(self.steps // 10, 1)
         return then[1] // tenth != now[1] // tenth or now[0] - then[0] >= quiet or self.done >= self.steps
-
-
-class Stages:
-    """Numbered stages of a longer job. A running stage has a spinner; a finished one shows its time and result.
-
-    with stages.stage("Tokenizer") as stage:
-        stage.result = "4,096 tokens, 3.9 bytes a token"
-    """
-
-    def __init__(self, total: int, *, console: Console | None = None) -> None:
-        self.total = total
-        self.console = console or Console()
-        self.number = 0
-
-    @contextlib.contextmanager
-    def stage(self, title: str) -> Iterator[Stage]:
-        """Run one stage. If its body raises, the stage is marked as failed and the error propagates."""
-        self.number += 1
-        stage = Stage(f"{self.number}/{self.total} {title}", self.console)
-        live = Live(stage, console=self.console, refresh_per_second=REFRESH_PER_S, transient=True)
-        plain = not draws(self.console)
-        if plain:
-            self.console.print(f"{stage.title} ...", highlight=False, markup=False)
-        done = False
-        try:
-            with contextlib.nullcontext() if plain else live:
-                yield stage
-            done = True
-        finally:
-            self.console.print(stage.summary(done, ascii_only=self.console.options.ascii_only))
-
-
-class Stage:
-    """A running stage: `detail` is shown beside the spinner, `result` when it has finished."""
-
-    def __init__(self, title: str, console: Console) -> None:
-        self.title, self.console = title, console
-        self.detail = self.result = ""
-        self.progress: TrainProgress | None = None
-        self.began = time.monotonic()
-        self._spinner: Spinner | None = None
-
-    def training(
-        self,
-        steps: int,
-        *,
-        start: int = 0,
-        name: str = "train",
-        formats: Mapping[str, str] | None = None,
-        quiet: Collection[str] = (),
-    ) -> TrainProgress:
-        """An observer whose line is drawn below the line of the stage."""
-        self.progress = TrainProgress(
-            steps, start=start, name=name, formats=formats, console=self.console, live=False, quiet=quiet
-        )
-        return self.progress
-
-    def summary(self, done: bool, *, ascii_only: bool = False) -> Text:
-        """The line that remains when the stage has finished."""
-        mark = ("ok" if done else "failed") if ascii_only else ("✓" if done else "✗")
-        text = Text.assemble((mark, "green" if done else "red"), " ", (self.title, "bold"))
-        text.append(f"  {duration(time.monotonic() - self.began)}", style="dim")
-        return text.append(f"  {self.result}" if done and self.result else "" if done else "  failed")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self._spinner is None:
-            self._spinner = Spinner("line" if options.ascii_only else "dots", style="cyan")
-        words = Text(no_wrap=True, overflow="ellipsis")
-        words.append(self.title, style="bold").append(f"  {duration(time.monotonic() - self.began)}", style="dim")
-        words.append(f"  {self.detail}" if self.detail else "")
-        words.truncate(max(options.max_width - 2, 1), overflow="ellipsis")
-        self._spinner.update(text=words)
-        yield Group(self._spinner, self.progress) if self.progress else self._spinner
-
-
-class PlainLines:
-    """A line of progress every few seconds: for output that is not a terminal. Called with (done, total)."""
-
-    def __init__(
-        self, unit: str, console: Console, *, prefix: str = "", clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.unit, self.console, self.prefix = unit, console, prefix
-        self._clock = clock
-        self._began: tuple[float, int] | None = None  # time and number done at the first call
-        self._last = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = self._clock()
-        if self._began is None:
-            self._began, self._last = (now, done), now
-        start, already = self._began
-        if now - self._last < SECONDS_BETWEEN_LINES or done == already:
-            return
-        self._last, took = now, now - start
-        left = took / (done - already) * (total - done)
-        line = f"{self.prefix}{done} of {total} {self.unit} in {took:.0f} s, about {left:.0f} s left"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def plain_progress(items: Sequence[T], unit: str, console: Console, *, prefix: str = "") -> Iterator[T]:
-    """The items, with `PlainLines` of progress."""
-    line = PlainLines(unit, console, prefix=prefix)
-    for index, item in enumerate(items):
-        line(index, len(items))
-        yield item
 
 
 def draws(console: Console) -> bool:

@@ -27,7 +27,7 @@ from bagu.errors import BaguError
 from bagu.nn.digest import digest_of
 from bagu.nn.lora import has_lora
 from bagu.nn.model import Transformer
-from bagu.runs.progress import plain_progress
+from bagu.runs.plain_progress import plain_progress
 from bagu.train.logprobs import segment_sums
 from bagu.train.reference import Reference
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bagu.eval.intervals import Comparison, Estimate
 from bagu.eval.words import PERCENT, p_value, scale_of
-from bagu.runs.progress import PlainLines
+from bagu.runs.plain_progress import PlainLines
 
 SCORE = Estimate(mean=0.4123, low=0.381, high=0.44, items=50, clusters=50)
 MOVED = Comparison(difference=0.012, low=-0.003, high=0.027, p_value=0.04321, items=50, clusters=50)

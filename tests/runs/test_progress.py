@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from bagu.runs.progress import Stages, TrainProgress, duration
+from bagu.runs.progress import TrainProgress, duration
+from bagu.runs.stages import Stages
 from bagu.train.objectives.language_modelling import LanguageModelling
 
 METRICS = {
