@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from bagu.bench.harness import RESULTS, Rows, check_peers, table, time_steps
 from bagu.bench.train_peers import llama_config
-from bagu.data.preference_loader import PreferenceBatch
+from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.errors import ArgumentError
 from bagu.machine.device import named_device, named_dtype

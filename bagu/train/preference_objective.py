@@ -11,7 +11,9 @@ import torch
 from bagu.config import ConfigError
 from bagu.data.corpus import PARTS, Selection, SourceConfig
 from bagu.data.loader import DataConfig, check_vocab
-from bagu.data.preference_loader import PreferenceBatch, PreferenceLoader, PreferenceSet, evaluation_batches
+from bagu.data.preference_batch import PreferenceBatch
+from bagu.data.preference_loader import PreferenceLoader, evaluation_batches
+from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceCorpus, PreferenceEncoder, preference_store
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder

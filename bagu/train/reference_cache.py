@@ -22,7 +22,8 @@ import safetensors.numpy
 from rich.console import Console
 
 from bagu.data.loader import DataConfig
-from bagu.data.preference_loader import PreferenceSet, batches_of
+from bagu.data.preference_batch import batches_of
+from bagu.data.preference_set import PreferenceSet
 from bagu.errors import BaguError
 from bagu.nn.digest import digest_of
 from bagu.nn.lora import has_lora

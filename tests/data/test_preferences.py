@@ -16,8 +16,10 @@ from bagu.data.corpus import PARTS, Selection, SourceConfig
 from bagu.data.json_rows import Row
 from bagu.data.loader import DataConfig
 from bagu.data.mix import MixConfig
-from bagu.data.preference_loader import PreferenceBatch, PreferenceLoader, PreferenceSet, evaluation_batches
+from bagu.data.preference_batch import PreferenceBatch
+from bagu.data.preference_loader import PreferenceLoader, evaluation_batches
 from bagu.data.preference_rows import Preference, preference
+from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceCorpus, PreferenceEncoder, preference_store
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError

@@ -17,7 +17,7 @@ from bagu.cli import main
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import SourceConfig
 from bagu.data.loader import DataConfig
-from bagu.data.preference_loader import PreferenceBatch, batches_of
+from bagu.data.preference_batch import PreferenceBatch, batches_of
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights

@@ -27,7 +27,7 @@ from preference_run import (
 )  # fmt: skip
 
 from bagu.config import save
-from bagu.data.preference_loader import PreferenceBatch
+from bagu.data.preference_batch import PreferenceBatch
 from bagu.errors import BaguError
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer

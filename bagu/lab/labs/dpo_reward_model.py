@@ -23,8 +23,10 @@ import torch
 
 from bagu.data import DataConfig, Document, in_memory
 from bagu.data.broken_code import broken
-from bagu.data.preference_loader import PreferenceBatch, PreferenceLoader, PreferenceSet, batches_of
+from bagu.data.preference_batch import PreferenceBatch, batches_of
+from bagu.data.preference_loader import PreferenceLoader
 from bagu.data.preference_rows import Preference
+from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceEncoder
 from bagu.data.stdlib import documented_functions
 from bagu.eval.intervals import Comparison, compare, estimate

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 
 from bagu.config import ConfigError
-from bagu.data.preference_loader import PreferenceBatch, PreferenceLoader, evaluation_rows
+from bagu.data.preference_batch import PreferenceBatch
+from bagu.data.preference_loader import PreferenceLoader, evaluation_rows
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer

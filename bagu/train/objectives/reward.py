@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from bagu.config import ConfigError
-from bagu.data.preference_loader import PreferenceBatch
+from bagu.data.preference_batch import PreferenceBatch
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Output, Transformer
 from bagu.runs.display import Curve, Display, Headline, Table
