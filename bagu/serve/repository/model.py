@@ -255,7 +255,7 @@ class RepositoryModel:
             gate.set()
 
     def check_trial(self) -> None:
-        """Give the traffic back if a version on trial has passed a limit; unload the versions that lost it."""
+        """Give the traffic back if a version on trial has exceeded a limit; unload the versions that lost it."""
         returns = self.traffic.returns
         self._drain(self.traffic.check(self.versions))
         if self.traffic.returns > returns:

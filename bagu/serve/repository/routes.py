@@ -51,7 +51,7 @@ class VersionState(Schema):
     version: int
     state: str  # unloaded, loading, warming, ready, restarting, draining or failed
     weight: float  # its share of the model's traffic, 0 to 1
-    in_trial: bool  # the traffic returns to the version before if it passes a limit
+    in_trial: bool  # the traffic returns to the version before if it exceeds a limit
     reason: str | None  # why it failed
     requests: int
     errors: int  # requests that the server failed to finish

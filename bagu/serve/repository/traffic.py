@@ -1,7 +1,7 @@
 """The traffic of a model: the weights of its versions, and the trial after they change.
 
 With limits (`return_when`), a version that gets more traffic is on trial. The versions that had the traffic before stay
-loaded until the trial ends, and get it back if a limit is passed.
+loaded until the trial ends, and get it back if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Traffic:
         return sorted(kept - self.kept)
 
     def check(self, versions: Mapping[int, Version]) -> list[int]:
-        """Give the traffic back if a version on trial has passed a limit; end the trial if all are within them. Returns
-        the versions that are not needed any more."""
+        """Give the traffic back if a version on trial has exceeded a limit; end the trial if all are within them.
+        Returns the versions that are not needed any more."""
         for number, trial in self._trials.items():
             version = versions[number]
             why = trial.breach() if version.is_ready else f"it is {version.state}"

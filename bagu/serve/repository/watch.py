@@ -34,7 +34,7 @@ class Trial:
         return self.requests >= self.limits.trial_requests
 
     def breach(self) -> str | None:
-        """The limit that is passed, in words; None if there is none."""
+        """The limit that is exceeded, in words; None if there is none."""
         count, limits = self.requests, self.limits
         if count < limits.after_requests:
             return None
