@@ -15,10 +15,10 @@ __all__ = ["mean_square_peak"]
 POINTS, REACH = 20_000, 10.0  # of the integral, and its end in standard deviations: 2^64 numbers stay below 10
 
 
-def mean_square_peak(count: int, *, loud: int = 0, loudness: float = 1.0) -> float:
-    """E[max^2] of `count` normal numbers, of which `loud` have standard deviation `loudness` and the others 1."""
-    u = torch.linspace(0, REACH * max(loudness, 1.0), POINTS, dtype=torch.float64)
-    below = (count - loud) * _log_inside(u) + (loud * _log_inside(u / loudness) if loud else 0.0)
+def mean_square_peak(count: int, *, outliers: int = 0, outlier_std: float = 1.0) -> float:
+    """E[max^2] of `count` normal numbers: `outliers` of them have standard deviation `outlier_std`, the others 1."""
+    u = torch.linspace(0, REACH * max(outlier_std, 1.0), POINTS, dtype=torch.float64)
+    below = (count - outliers) * _log_inside(u) + (outliers * _log_inside(u / outlier_std) if outliers else 0.0)
     return float(torch.trapezoid(2 * u * -torch.expm1(below), u))
 
 

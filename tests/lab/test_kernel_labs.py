@@ -45,12 +45,12 @@ def test_a_ratio_has_the_interval_of_its_logarithms() -> None:
 
 def test_the_largest_of_normal_numbers() -> None:
     assert mean_square_peak(1) == pytest.approx(1, rel=1e-4)  # E[z^2]
-    assert mean_square_peak(1, loud=1, loudness=5.0) == pytest.approx(25, rel=1e-4)
+    assert mean_square_peak(1, outliers=1, outlier_std=5.0) == pytest.approx(25, rel=1e-4)
     drawn = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     drawn[:, 0] *= 3
     squares = drawn.abs().amax(1) ** 2
     error = float(squares.std()) / 20_000**0.5
-    assert mean_square_peak(64, loud=1, loudness=3.0) == pytest.approx(float(squares.mean()), abs=3 * error)
+    assert mean_square_peak(64, outliers=1, outlier_std=3.0) == pytest.approx(float(squares.mean()), abs=3 * error)
 
 
 def test_a_hadamard_matrix_is_orthonormal() -> None:

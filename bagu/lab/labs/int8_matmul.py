@@ -5,8 +5,8 @@
     rotate    x H and w H first, H a Hadamard matrix over sqrt(K): the product is the same, and every channel of x H is
               a sum of all channels, so an outlier is spread over the whole row (QuaRot)
 
-An outlier channel has LOUD times the standard deviation of the others. The error is predicted before the measurement:
-rounding with step t adds noise of variance t^2 / 12 to each value, so that without a transformation
+An outlier channel has OUTLIER_STD times the standard deviation of the others. The error is predicted before the
+measurement: rounding with step t adds noise of variance t^2 / 12 to each value, so that without a transformation
 
     error^2 = E[t_x^2] / (12 var x) + E[t_w^2] / (12 var w)        t = largest value of a row / 127
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 METHODS = ("plain", "smooth", "rotate")
 SHARES = (0.0, 0.001, 0.01, 0.1)  # of the channels
-LOUD = 50.0
+OUTLIER_STD = 50.0
 SEEDS, ROUNDS = 5, 5
 TWICE = 1.8  # a speedup of at least this counts as twice
 HARM, RESTORED = 2.0, 1.25  # times the error without outliers
@@ -75,26 +75,26 @@ def int8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def operands(M: int, N: int, K: int, outliers: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """x[M, K] with `outliers` loud channels, and w[N, K], in fp32."""
+    """x[M, K] with `outliers` outlier channels, and w[N, K], in fp32."""
     generator = torch.Generator().manual_seed(seed)
     x, w = torch.randn(M, K, generator=generator), torch.randn(N, K, generator=generator) / K**0.5
-    x[:, torch.randperm(K, generator=generator)[:outliers]] *= LOUD
+    x[:, torch.randperm(K, generator=generator)[:outliers]] *= OUTLIER_STD
     return x.to(device), w.to(device)
 
 
 def predicted_error(method: str, K: int, outliers: int) -> float:
     """The relative error of the output, from the shape and the number of outlier channels."""
-    variance, normal = 1 + outliers / K * (LOUD**2 - 1), mean_square_peak(K)
+    variance, normal = 1 + outliers / K * (OUTLIER_STD**2 - 1), mean_square_peak(K)
     # "rotate": every channel is a sum of all channels and taken as normal; where a few outliers dominate the sum, its
     # tails are lighter, and the error is below this
     x_noise = w_noise = normal
     if method == "plain":
-        x_noise = mean_square_peak(K, loud=outliers, loudness=LOUD) / variance
+        x_noise = mean_square_peak(K, outliers=outliers, outlier_std=OUTLIER_STD) / variance
     elif method == "smooth":
-        # x has channels and w has columns that are sqrt(LOUD) times as loud as the rest, and the noise of one is
-        # multiplied by the other
-        power = 1 + outliers / K * (LOUD - 1)
-        x_noise = w_noise = mean_square_peak(K, loud=outliers, loudness=LOUD**0.5) * power / variance
+        # x has channels and w has columns that are sqrt(OUTLIER_STD) times as large as the rest, and the noise of one
+        # is multiplied by the other
+        power = 1 + outliers / K * (OUTLIER_STD - 1)
+        x_noise = w_noise = mean_square_peak(K, outliers=outliers, outlier_std=OUTLIER_STD**0.5) * power / variance
     return math.sqrt((x_noise + w_noise) / 12) / 127
 
 
@@ -239,8 +239,10 @@ def plot(fig: Figure, rows: Sequence[Row]) -> None:
         words = "predicted" if method == METHODS[-1] else None
         left.plot(range(len(shares)), [guess[s] for s in shares], "_", color=INK, markersize=14, label=words)
     left.set_xticks(range(len(shares)), [f"{round(s, 1):g}" for s in shares])
-    left.set(yscale="log", xlabel=f"channels of x that are {LOUD:g} times as loud, %", ylabel="error of the output, %",
-             title="Error against fp64")  # fmt: skip
+    left.set(
+        yscale="log", xlabel=f"channels of x that are {OUTLIER_STD:g} times as large, %",
+        ylabel="error of the output, %", title="Error against fp64",
+    )  # fmt: skip
     log_ticks(left.yaxis)
     left.legend(fontsize=8)
     speed = [r for r in rows if r["part"] == "speed"]
@@ -263,7 +265,8 @@ LAB = Lab(
     regime="W8A8 with a scale per row of x and of w. Error: 256 × 4,096 activations, 512 outputs, Gaussian. Speed: "
     "square matrices; on a GPU against cuBLAS in bf16, on a CPU against torch in fp32, where int8 is the serving "
     "engine's product.",
-    varies=f"Share of channels of x that are {LOUD:g} times as loud; plain rounding, smoothing, rotation. Size.",
+    varies=f"Share of channels of x that are {OUTLIER_STD:g} times as large; plain rounding, smoothing, rotation. "
+    "Size.",
     measures="Relative error of the output against fp64, with 95 % intervals over five seeds, and its prediction from "
     f"the shape; time over five rounds in turn. Twice: ×{TWICE} or more. Harm: ×{HARM:g} the error or more. Restored: "
     f"×{RESTORED} or less.",
