@@ -12,6 +12,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from bagu.config import write_atomic
 from bagu.errors import BaguError
 from bagu.lab.core import Result, Row
 from bagu.lab.plot import FAINT, FILES, INK
@@ -29,7 +30,7 @@ def write_report(out: Path) -> Path:
     if not results:
         raise BaguError(f"there is no result under {folder}", hint="run bagu lab run --quick first (a few seconds)")
     page = folder / "report.html"
-    page.write_text(render(results, machine=folder.name), encoding="utf-8")
+    write_atomic(page, render(results, machine=folder.name))
     return page
 
 

@@ -22,10 +22,8 @@ def parse(kind: type[B], raw: bytes) -> B:
     """Parse and validate a body. Raises 400 with the field and the reason."""
     try:
         data = json.loads(raw, parse_constant=_no_constant, parse_float=_number)
-        if b"\\u" in raw:
-            json.dumps(
-                data, ensure_ascii=False
-            ).encode()  # fails for an unpaired surrogate, which no response could contain
+        if b"\\u" in raw:  # encoding fails for an unpaired surrogate, which no response could contain
+            json.dumps(data, ensure_ascii=False).encode()
     except RecursionError as error:
         raise _too_deep() from error
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
