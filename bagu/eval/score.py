@@ -65,21 +65,8 @@ def evaluate(
     header = {"header": _header(model, task, items, prefix, seed, identity or {})}
     file = None if out is None else out / task.name / "items.jsonl"
     done = {} if file is None else _resumed(file, header)
-    began, rows = time.perf_counter(), dict(done)
-    todo = [item for item in items if item.id not in done]
-    for at in range(0, len(todo), BATCH):
-        if progress is not None:
-            progress(len(rows), len(items))
-        batch = todo[at : at + BATCH]
-        found = [
-            {"id": item.id, "cluster": item.cluster, **_shown(item), **row}
-            for item, row in zip(batch, _score(model, task, batch, prefix), strict=True)
-        ]
-        if file is not None:
-            append_rows(file, found)
-        rows |= {row["id"]: row for row in found}
-    if progress is not None:
-        progress(len(items), len(items))
+    began = time.perf_counter()
+    rows = _scored(model, task, items, prefix, file, done, progress)
     ordered = [rows[item.id] for item in items]
     kept = graded(ordered)
     if not kept:
@@ -95,6 +82,28 @@ def evaluate(
     if result.folder is not None:
         _write(result, task, header)
     return result
+
+
+def _scored(
+    model: Model, task: Task, items: Sequence[Item], prefix: str, file: Path | None, done: Mapping[str, Row],
+    progress: Progress | None,
+) -> dict[str, Row]:  # fmt: skip
+    """The rows of all items by id: `done`, and the rest, scored in batches that are appended to `file`."""
+    rows, todo = dict(done), [item for item in items if item.id not in done]
+    for at in range(0, len(todo), BATCH):
+        if progress is not None:
+            progress(len(rows), len(items))
+        batch = todo[at : at + BATCH]
+        found = [
+            {"id": item.id, "cluster": item.cluster, **_shown(item), **row}
+            for item, row in zip(batch, _score(model, task, batch, prefix), strict=True)
+        ]
+        if file is not None:
+            append_rows(file, found)
+        rows |= {row["id"]: row for row in found}
+    if progress is not None:
+        progress(len(items), len(items))
+    return rows
 
 
 def _score(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[Row]:
