@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.core import Case, Cost, OpSpec, Streams
 from bagu.ops.encoder_layer import torch_backend
 from bagu.ops.encoder_layer.parts import GRADS
-from bagu.ops.launch import few_rows
+from bagu.ops.many_rows import many_rows
 from bagu.ops.mlp import spec as mlp
 from bagu.ops.self_attention import spec as self_attention
 from bagu.ops.signature import Dims
@@ -132,14 +132,7 @@ SPEC = OpSpec(
     ulps=4,  # the roundings of both blocks, of their residuals and norms; 3.0 measured
     ulps_of={"dw_in": 7},  # 5.2 measured
     independent=("B",),
-    prefer_torch=(
-        Rule(
-            when="rows times the numbers of up are more than 2^33, or not 16-bit",
-            runs="cuBLAS and cuDNN",
-            why="the GPU's time is the limit there, and they are faster",
-            holds=lambda args: not few_rows(args["x"], args["up"]),
-        ),
-    ),
+    prefer_torch=(many_rows("up", runs="cuBLAS and cuDNN"),),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", B=2, S=4, K=16, N=32, H=2),
         Case("before", "the norms are applied before the blocks", B=2, S=4, K=16, N=32, H=2, norm_first=True),

@@ -17,8 +17,8 @@ import torch
 
 from bagu.errors import UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
-from bagu.ops.launch import few_rows
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.many_rows import many_rows
 from bagu.ops.mlp import torch_backend
 from bagu.ops.signature import Dims
 
@@ -92,14 +92,7 @@ SPEC = OpSpec(
     nonempty=("K", "N"),  # no tile of an empty dw has a program that could sum the gradient of the bias
     independent=("M",),
     peers=True,
-    prefer_torch=(
-        Rule(
-            when="rows times the numbers of up are more than 2^33, or not 16-bit",
-            runs="cuBLAS, with torch's activation or the kernel of `swiglu`",
-            why="the GPU's time is the limit there, and cuBLAS is faster",
-            holds=lambda args: not few_rows(args["x"], args["up"]),
-        ),
-    ),
+    prefer_torch=(many_rows("up", runs="cuBLAS, with torch's activation or the kernel of `swiglu`"),),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", M=8, K=32, N=64, D=16),
         Case("ragged", "no side is a multiple of a block, so every mask is used", M=5, K=37, N=41, D=23, bias=True),

@@ -17,8 +17,8 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.attention.block_sizes import WIDEST
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
-from bagu.ops.launch import few_rows
+from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.many_rows import many_rows
 from bagu.ops.self_attention import torch_backend
 from bagu.ops.signature import Dims
 
@@ -100,14 +100,7 @@ SPEC = OpSpec(
     ulps=2,  # q, k, v and the weights of the values are rounded before the products that read them; 1.3 measured
     ulps_of={"dx": 4, "dw_in": 4, "db_in": 4},  # after three more roundings; 2.7, 3.1 and 2.6 measured
     independent=("B",),
-    prefer_torch=(
-        Rule(
-            when="rows times the numbers of w_in are more than 2^33, or not 16-bit",
-            runs="cuBLAS and cuDNN",
-            why="the GPU's time is the limit there, and they are faster",
-            holds=lambda args: not few_rows(args["x"], args["w_in"]),
-        ),
-    ),
+    prefer_torch=(many_rows("w_in", runs="cuBLAS and cuDNN"),),
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", B=2, S=4, K=16, N=16, D=16, H=2),
         Case("ragged", "no side is a multiple of a block", B=2, S=5, K=21, N=24, D=11, H=3, bias=True),
