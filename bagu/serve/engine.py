@@ -230,6 +230,7 @@ class Engine(GenerationMixin):
             grammar_compile_s=0.0 if self.grammars is None else self.grammars.compile_s,
             mask_s=self.sampler.masks.mask_s,
             mask_wait_s=self.sampler.masks.wait_s,
+            forced_tokens=self.sampler.masks.forced_tokens,
         )
 
     def check_ranks(self) -> None:
@@ -277,7 +278,7 @@ class Engine(GenerationMixin):
         """Launch the forward of a plan, if there is one. It reads the tokens of `previous` on the device."""
         if staged is not None:
             if previous is None:  # all tokens are known
-                self.sampler.start_masks(staged.plan, ())
+                self.sampler.start_masks(staged.plan)
             output = self.runner.launch(staged, None if previous is None else previous.output.tokens)
             self._launched = LaunchedStep(staged.plan, output, began)
 
@@ -295,9 +296,10 @@ class Engine(GenerationMixin):
         if sampled is None:
             return earlier
         tokens, logprobs = sampled.wait()
+        forced = self.sampler.advance(sampled.plan, tokens)
         if self._launched is not None:
-            self.sampler.start_masks(self._launched.plan, tokens)
-        events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs))
+            self.sampler.start_masks(self._launched.plan, forced)
+        events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs, forced))
         seconds = self._counter.add(sampled.began, len(sampled.plan.slices), sum(e.token is not None for e in events))
         if self.speculator is not None:
             self.speculator.record(sampled.plan, seconds)

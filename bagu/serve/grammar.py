@@ -13,9 +13,12 @@ from typing import Any, Literal, get_args
 
 from bagu.errors import ArgumentError
 
-__all__ = ["Grammar", "GrammarKind"]
+__all__ = ["SPACING", "Grammar", "GrammarKind"]
 
 MAX_SIZE = 2**18  # characters
+# White space in JSON, as options of llguidance: that of json.dumps, of templates and of most training data. With free
+# white space a weak model writes blanks until max_tokens, and fewer tokens are forced (constrain/masks.py).
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 

@@ -17,10 +17,11 @@ from bagu.serve.adapters.info import Resident
 from bagu.serve.kv.blocks import ROOT, Table
 from bagu.serve.request import Request
 
-__all__ = ["LATE", "NO_DRAFT", "Plan", "PlanBuilder", "Sequence", "Slice"]
+__all__ = ["LATE", "NO_DRAFT", "SHORT", "Plan", "PlanBuilder", "Sequence", "Slice"]
 
 LATE = -1  # placeholder in `Plan.ids` for a token that the previous plan has not sampled yet
 NO_DRAFT = -1  # in `Plan.next_drafts`, where no drafted token follows
+SHORT = 8  # tokens of an output in one slice that a GPU computes with the decodes, in one CUDA graph
 
 
 class Sequence:
@@ -29,7 +30,7 @@ class Sequence:
     __slots__ = (
         "adapter", "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index",
         "keys", "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
-        "started", "stops", "table", "table_row", "tokens",
+        "skipped", "started", "stops", "table", "table_row", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +48,7 @@ class Sequence:
         self.planned = 0  # positions computed or in a plan in flight
         self.computed = 0  # positions whose KV is computed
         self.pending = 0  # tokens that plans in flight will sample
+        self.skipped = 0  # samples of plans in flight that are ignored: the grammar forces these tokens
         self.late_at = 0  # index of the pending token among the samples of the last plan
         self.in_flight = 0  # plans in flight that use this sequence's blocks
         self.finished = False
@@ -105,7 +107,7 @@ class Plan:
     """One step, as host lists. T = tokens, S = slices, N = samples.
 
     Slices of one token come first (`num_decodes` of them), so that decodes can run as one batch of equal shape, then
-    those with drafts, then chunks of prompts.
+    those of a few tokens (drafts, or tokens that a grammar forces), then chunks of prompts.
     `block_tables` are the scheduler's own lists, not copies: read them before the next `plan()`. An engine
     that keeps block tables on the device writes `table_writes` to rows `table_rows` instead, a few entries a step.
     """
@@ -125,7 +127,7 @@ class Plan:
     late: list[tuple[int, int]]  # (row of T, index among the previous plan's samples), where ids is LATE
     num_decodes: int
     num_drafts: int  # drafted tokens
-    num_prompts: int  # slices of prompts
+    num_prompts: int  # chunks of prompts
     max_len: int
     max_context: int
 
@@ -152,7 +154,7 @@ class PlanBuilder:
     """The slices of a plan under construction."""
 
     decodes: list[Slice] = field(default_factory=list)
-    verified: list[Slice] = field(default_factory=list)  # with drafts
+    short: list[Slice] = field(default_factory=list)  # a few tokens of an output
     chunks: list[Slice] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
@@ -160,7 +162,7 @@ class PlanBuilder:
         """Flatten the slices into a plan, and mark their sequences as planned."""
         # Longest first: a GPU that starts long sequences last waits for them at the end. On an H200, 256 sequences of
         # 100 to 2,000 tokens are read at 0.94 of copy bandwidth in any order, and at 0.99 in this one.
-        slices = sorted(self.decodes, key=lambda s: -s.start) + self.verified + self.chunks
+        slices = sorted(self.decodes, key=lambda s: -s.start) + self.short + self.chunks
         ids: list[int] = []
         positions: list[int] = []
         cu_seqlens = [0]
@@ -214,8 +216,8 @@ class PlanBuilder:
             next_drafts=next_drafts,
             late=late,
             num_decodes=len(self.decodes),
-            num_drafts=sum(len(s.drafts) for s in self.verified),
+            num_drafts=sum(len(s.drafts) for s in self.short),
             num_prompts=len(self.chunks),
-            max_len=max((s.length for s in (*self.verified, *self.chunks)), default=1),
+            max_len=max((s.length for s in (*self.short, *self.chunks)), default=1),
             max_context=max(context_lens),
         )

@@ -8,6 +8,7 @@ the trainer's, ops.linear_cross_entropy (with int8 weights from the int8 logits)
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -115,11 +116,15 @@ class Sampler:
         """Whether `check_stop` must see every event: a request has stop strings, or the grammar of one has failed."""
         return bool(self._with_stop_strings) or self.masks.has_failures
 
-    def start_masks(self, plan: Plan, previous: Seq[int]) -> None:
-        """Begin to compute the masks of constrained requests, while the plan runs. `previous` are the tokens that the
-        plan before it sampled, which may not be committed yet."""
+    def advance(self, plan: Plan, tokens: Seq[int]) -> Mapping[Sequence, Seq[int]]:
+        """Let the grammars consume the tokens that a plan sampled; returns the tokens that must follow them."""
+        return self.masks.advance(plan, tokens) if self.masks else {}
+
+    def start_masks(self, plan: Plan, skipped: Collection[Sequence] = ()) -> None:
+        """Begin to compute the masks of constrained requests, while the plan runs. The samples of the sequences
+        `skipped` are not used."""
         if self.masks:
-            self.masks.start(plan, previous)
+            self.masks.start(plan, skipped)
 
     def sample(self, plan: Plan, step: RunnerOutput) -> SamplerOutput:
         """Sample a token for each of `plan.sampled`, and compute the prompt logprobs that requests ask for. The token

@@ -26,6 +26,9 @@ With speculation a sequence may get drafted tokens after its last known one (spe
 position depends on how many of them are accepted, so a plan with drafts is committed before the next one is made.
 Drafts take available blocks and preempt no sequence. A block is registered in the prefix cache when the tokens that
 fill it are sampled, so a rejected draft is never in it: its position is written again by the sampled token.
+
+With a grammar, tokens may be forced: only they can follow the sampled one (constrain/masks.py). They are appended at
+once, and computed together by the next plan. If a plan in flight samples the first of them, that sample is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from itertools import count
 from bagu.errors import ArgumentError
 from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.limits import SchedulerConfig
-from bagu.serve.plan import NO_DRAFT, Plan, PlanBuilder, Sequence, Slice
+from bagu.serve.plan import NO_DRAFT, SHORT, Plan, PlanBuilder, Sequence, Slice
 from bagu.serve.queues import SequenceQueues
 from bagu.serve.request import Finish, TokenEvent, TokenLogprob
 from bagu.serve.speculation.speculator import Candidate, Speculator
@@ -68,7 +71,7 @@ class Scheduler(SequenceQueues):
         spare = self._advance(builder, spare, self._drafts(spare))
         if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
             self._admit(builder, spare)
-        if not builder.decodes and not builder.verified and not builder.chunks:
+        if not builder.decodes and not builder.short and not builder.chunks:
             return None
         writes, self._writes = self._writes, []
         plan = builder.finish(next(self._number), writes)
@@ -76,10 +79,14 @@ class Scheduler(SequenceQueues):
         return plan
 
     def commit(
-        self, plan: Plan, tokens: Seq[int], logprobs: Seq[float | TokenLogprob | None] | None = None
+        self,
+        plan: Plan,
+        tokens: Seq[int],
+        logprobs: Seq[float | TokenLogprob | None] | None = None,
+        forced: Mapping[Sequence, Seq[int]] | None = None,
     ) -> list[TokenEvent]:
         """Record that a plan was run and sampled `tokens`, one for each of `plan.sampled`. Returns their events. What
-        was sampled after a rejected draft is ignored.
+        was sampled after a rejected draft is ignored. `forced` are the tokens that must follow those of a sequence.
 
         On return, sequences that finish here or were aborted while the plan was in flight have released their blocks.
         """
@@ -93,11 +100,16 @@ class Scheduler(SequenceQueues):
         events = [event for piece in plan.slices if (event := self._commit_slice(piece)) is not None]
         rejected: Sequence | None = None
         for i, (sequence, token, draft) in enumerate(zip(plan.sampled, tokens, plan.next_drafts, strict=True)):
+            if sequence.skipped:
+                sequence.skipped -= 1
+                continue
             sequence.pending -= 1
             if sequence.finished or sequence is rejected:
                 continue
             detail = logprobs[i] if logprobs is not None else None
             events.append(self._append_token(sequence, token, detail))
+            if forced and sequence in forced:
+                events += self._append_forced(sequence, forced[sequence])
             if token == draft:
                 self._accept_draft(sequence)
             elif draft != NO_DRAFT:
@@ -110,7 +122,10 @@ class Scheduler(SequenceQueues):
         while self.in_flight:
             plan = self.in_flight.popleft()
             for sequence in plan.sampled:
-                sequence.pending -= 1
+                if sequence.skipped:
+                    sequence.skipped -= 1
+                else:
+                    sequence.pending -= 1
             for piece in plan.slices:
                 piece.sequence.in_flight -= 1
                 if piece.sequence.finished and not piece.sequence.in_flight:
@@ -168,12 +183,13 @@ class Scheduler(SequenceQueues):
 
     def _add_slice(self, builder: PlanBuilder, table: Table, piece: Slice) -> None:
         if piece.drafts:
-            builder.verified.append(piece)
+            builder.short.append(piece)
             return
         if piece.length == 1:  # its token may be LATE, so a block that it fills is registered in `commit`
             builder.decodes.append(piece)
             return
-        builder.chunks.append(piece)
+        is_short = piece.length <= SHORT and piece.start >= piece.sequence.num_prompt
+        (builder.short if is_short else builder.chunks).append(piece)
         self._register(table, piece.sequence, piece.start + piece.length)
 
     def _make_room(self, builder: PlanBuilder, sequence: Sequence, table: Table, length: int) -> int:
@@ -264,6 +280,19 @@ class Scheduler(SequenceQueues):
         sequence.planned = sequence.computed
         if sequence.computed // self.blocks.block_size > table.registered:
             self._register(table, sequence, sequence.computed)
+
+    def _append_forced(self, sequence: Sequence, tokens: Seq[int]) -> list[TokenEvent]:
+        """Append tokens that need no sample, up to the end of the choice. A plan in flight samples the first of them;
+        that sample is skipped."""
+        if sequence.pending:
+            sequence.pending -= 1
+            sequence.skipped += 1
+        events: list[TokenEvent] = []
+        for token in tokens:
+            if sequence.finished:
+                break
+            events.append(self._append_token(sequence, token, None))
+        return events
 
     def _append_token(self, sequence: Sequence, token: int, detail: float | TokenLogprob | None) -> TokenEvent:
         """Append a sampled token, and end the choice if it is the last."""

@@ -37,6 +37,7 @@ class EngineStats:
     grammar_compile_s: float = 0.0
     mask_s: float = 0.0  # computing token masks
     mask_wait_s: float = 0.0  # the part of it that the engine waited for
+    forced_tokens: int = 0  # of generated_tokens: not sampled, since a grammar allowed no other
 
 
 class StepCounter:

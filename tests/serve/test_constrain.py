@@ -81,14 +81,14 @@ EVERY: list[dict[str, Any]] = [
 
 
 def samplings() -> list[Sampling]:
-    return [Sampling(**{"max_tokens": 200, "seed": i, "grammar": SCHEMA, **ask}) for i, ask in enumerate(EVERY)]
+    return [Sampling(**{"max_tokens": 120, "seed": i, "grammar": SCHEMA, **ask}) for i, ask in enumerate(EVERY)]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {}, {"async_scheduling": True}, {"invariant": True}, {"quantization": "int8"}, {"prefix_cache": False},
-        {"num_blocks": 56, "async_scheduling": True}, {"threads": 2}, {"threads": 2, "async_scheduling": True},
+        {"num_blocks": 36, "async_scheduling": True}, {"threads": 2}, {"threads": 2, "async_scheduling": True},
     ],
     ids=["plain", "overlap", "invariant", "int8", "no cache", "few blocks", "threads", "threads, overlap"],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_batch_overlap_and_preemption_do_not_change_the_tokens(model: Transforme
     prompts = [tokenizer.encode(f"hello {i}") for i in range(len(EVERY))]
     alone = constrained_engine(model, tokenizer, invariant=True)
     expected = [c.tokens for p, s in zip(prompts, samplings(), strict=True) for c in alone.generate([p], s)]
-    busy = constrained_engine(model, tokenizer, invariant=True, async_scheduling=True, num_blocks=72)
+    busy = constrained_engine(model, tokenizer, invariant=True, async_scheduling=True, num_blocks=36)
     busy.sampler.masks.threads = 2
     free = [Sampling(max_tokens=40, seed=i, ignore_eos=True) for i in range(4)]
     found = busy.generate([*prompts, *prompts[:4]], [*samplings(), *free])
@@ -120,6 +120,40 @@ def test_batch_overlap_and_preemption_do_not_change_the_tokens(model: Transforme
     assert busy.stats().preemptions > 0
     lonely = [alone.generate([p], s)[0].tokens for p, s in zip(prompts, free, strict=False)]
     assert [c.tokens for c in found[len(expected) :]] == lonely
+
+
+LONG = {  # its keys have more tokens than are forced at once
+    "type": "object", "required": ["a_key_of_many_tokens", "rest"], "additionalProperties": False,
+    "properties": {"a_key_of_many_tokens": {"type": "boolean"}, "rest": {"const": "the only text that may be here"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forced_tokens_are_those_that_would_be_sampled(
+    model: Transformer, tokenizer: BpeTokenizer, overlap: bool
+) -> None:
+    """Requests with logprobs take a step for every token."""
+    prompt, grammars = tokenizer.encode("hello"), (SCHEMA, Grammar.json_schema(LONG), Grammar.regex("(cat|dogma){9}"))
+    engine = constrained_engine(model, tokenizer, invariant=True, async_scheduling=overlap)
+    for grammar in grammars:
+        for cut in ({}, {"n": 3}, {"stop": ("a",)}, *({"max_tokens": most} for most in range(2, 16))):
+            asked = {"max_tokens": 200, "seed": 3, "grammar": grammar, **cut}
+            before = engine.stats()
+            fast = engine.generate([prompt], Sampling(**asked))
+            after = engine.stats()
+            slow = engine.generate([prompt], Sampling(**asked, logprobs=0))
+            found = [(c.tokens, c.text, c.finish) for c in fast]
+            assert found == [(c.tokens, c.text, c.finish) for c in slow], (grammar, cut)
+            if not cut:
+                assert after.forced_tokens > before.forced_tokens
+                assert after.steps - before.steps < engine.stats().steps - after.steps
+    forced = engine.stats().forced_tokens
+    engine.generate([prompt], Sampling(max_tokens=200, grammar=SCHEMA, logprobs=0))
+    assert engine.stats().forced_tokens == forced
+    while engine.has_work:
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert engine.blocks.used_count == 0
 
 
 def test_a_request_may_end_and_another_begin_while_masks_are_computed(
@@ -287,7 +321,7 @@ def test_an_unknown_format_is_a_remark_and_a_known_one_holds(engine: Engine, tok
     assert accepts({"type": "string", "format": "date"}, '"2024-02-29"')
     assert not accepts({"type": "string", "format": "date"}, '"soon"')
     named = {"type": "object", "properties": {"format": {"const": {"format": "x"}}}, "required": ["format"]}
-    assert accepts(named, '{"format":{"format":"x"}}') and not accepts(named, '{"format":{}}')
+    assert accepts(named, '{"format": {"format": "x"}}') and not accepts(named, '{"format": {}}')
 
 
 def test_a_boolean_is_a_schema(engine: Engine, tokenizer: BpeTokenizer) -> None:

@@ -21,7 +21,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bagu.serve.constrain.finite import has_finite_instance
-from bagu.serve.grammar import Grammar
+from bagu.serve.grammar import SPACING, Grammar
 from bagu.serve.request import Unservable
 
 if TYPE_CHECKING:  # check.py runs without torch, which bagu.types imports
@@ -30,9 +30,6 @@ if TYPE_CHECKING:  # check.py runs without torch, which bagu.types imports
 __all__ = ["GrammarCompiler", "Vocabulary", "compile_grammar", "grammar_source", "ll_tokenizer"]
 
 KEPT = 256  # compiled grammars, and errors of grammars that do not compile
-# Between two JSON tokens: nothing, a blank, or a line break and an indentation. Without a bound, a model that likes
-# blanks would write them until max_tokens.
-WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 # 1 to 2 kB per lexer state. Everything else has llguidance's limits: a mask takes at most about 15 ms.
 MAX_LEXER_STATES = 50_000
 # Sets of tokens that a mask allows as a whole where everything in them may follow; the others are tried one by one.
@@ -183,8 +180,8 @@ def _schema_source(schema: Any, matcher: Any) -> str:
             "the schema recurses without end: no finite value satisfies it",
             "leave a recursive property out of `required`, or allow null",
         )
-    options = {"whitespace_pattern": WHITESPACE}  # llguidance adds them to an object
-    return str(matcher.grammar_from_json_schema({} if schema is True else _known_formats(schema), defaults=options))
+    # llguidance adds the defaults to an object
+    return str(matcher.grammar_from_json_schema({} if schema is True else _known_formats(schema), defaults=SPACING))
 
 
 def _known_formats(schema: Any) -> Any:

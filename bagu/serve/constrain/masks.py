@@ -1,9 +1,12 @@
 """The tokens that may follow in each constrained choice, as one bit mask per row of a step.
 
-The state of a choice is a matcher and the number of tokens that it has consumed. It depends on the output alone, so
-preemption and recomputing do not change it. Masks need the tokens of the previous step. `start` gets these as soon as
-they are on the host: for a GPU other threads compute the masks while the forward runs, for a CPU they are computed
+The state of a choice is a matcher that has consumed its output. It depends on the output alone, so preemption and
+recomputing do not change it. `advance` consumes the tokens of a step as soon as they are on the host. `start` begins
+the masks of the next one: for a GPU other threads compute them while the forward runs, for a CPU they are computed
 before it.
+
+Where only one text can follow, such as the key of an object, its tokens are forced: a mask would allow only them, one
+after another, so the output is the same. `advance` returns them, and the next step computes them together.
 
 A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
 follow. If the matcher reaches one of its limits, the choice fails (`Masks.failure`).
@@ -25,12 +28,14 @@ import torch
 
 from bagu.machine.cores import available_cores
 from bagu.serve.constrain.mask_thread import MaskThread
-from bagu.serve.plan import Plan, Sequence
+from bagu.serve.plan import SHORT, Plan, Sequence
 from bagu.serve.request import Request
 
 __all__ = ["Masks"]
 
 MAX_THREADS = 8  # of llguidance
+# Tokens that are forced at once. The next step computes them, and the sampled one before them if it is not in flight.
+MOST_FORCED = SHORT - 1
 
 
 @dataclass(slots=True)
@@ -40,7 +45,7 @@ class _Choice:
     ends: np.ndarray  # tokens that may end a complete output
     stops: np.ndarray  # tokens that must not be sampled before min_tokens, or at all with ignore_eos
     until: float  # number of output tokens before which `stops` are avoided
-    consumed: int = 0  # tokens of the output
+    scored: bool  # the request asks for logprobs, so every token needs a step
 
 
 class _Job(NamedTuple):
@@ -57,7 +62,7 @@ class Masks:
     def __init__(self, vocab_size: int, eos_ids: Seq[int], device: torch.device) -> None:
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
         self.mask_s = self.wait_s = 0.0  # computing masks; of that, what the engine's thread waits for
-        self.requests = 0
+        self.requests = self.forced_tokens = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
         self._failures: dict[tuple[str, int], str] = {}
         self._pinned = device.type == "cuda"
@@ -79,7 +84,10 @@ class Masks:
         stops = {*s.stop_token_ids, *self.eos_ids}
         until = float("inf") if s.ignore_eos else s.min_tokens
         inside, avoided = (np.array([t for t in ids if t < self.vocab_size]) for ids in (ends, sorted(stops)))
-        self._choices[request.id] = [_Choice(lexer, matcher, inside, avoided, until) for lexer, matcher in matchers]
+        scored = s.logprobs is not None
+        self._choices[request.id] = [
+            _Choice(lexer, matcher, inside, avoided, until, scored) for lexer, matcher in matchers
+        ]
         self.requests += 1
 
     def remove(self, request_id: str) -> None:
@@ -94,11 +102,28 @@ class Masks:
         """Why this choice cannot go on; its last token is not part of the output."""
         return self._failures.get((request_id, index))
 
-    def start(self, plan: Plan, previous: Seq[int]) -> None:
-        """Begin to compute the masks of a plan, on a CPU compute them. `previous` are the tokens that the plan before
-        it sampled: those that are LATE in this plan need not be committed yet."""
+    def advance(self, plan: Plan, tokens: Seq[int]) -> dict[Sequence, list[int]]:
+        """Consume the tokens that a plan sampled, and those that must follow them; returns the latter. A matcher that
+        cannot consume a token is in an error state afterwards."""
+        began, forced = time.perf_counter(), {}
+        for sequence, token in zip(plan.sampled, tokens, strict=True):
+            choices = self._choices.get(sequence.request.id)
+            if choices is None or sequence.finished or sequence.skipped or token in sequence.stops:
+                continue
+            choice = choices[sequence.index]
+            choice.matcher.consume_token(token)
+            if not choice.scored and (following := choice.matcher.compute_ff_tokens()):
+                forced[sequence] = following[:MOST_FORCED]
+                choice.matcher.consume_tokens(forced[sequence])
+                self.forced_tokens += len(forced[sequence])
+        self.mask_s += time.perf_counter() - began
+        return forced
+
+    def start(self, plan: Plan, skipped: Collection[Sequence] = ()) -> None:
+        """Begin to compute the masks of a plan, on a CPU compute them. All tokens before its samples are consumed. The
+        samples of the sequences `skipped` are not used, and get no mask."""
         self.discard()
-        self._started = job = self._job(plan, previous)
+        self._started = job = self._job(plan, skipped)
         if job is None:
             return
         if self.threads == 1:
@@ -132,25 +157,13 @@ class Masks:
             self._running = False
             self.mask_s += self._thread.result()
 
-    def _job(self, plan: Plan, previous: Seq[int]) -> _Job | None:
-        """What is to be computed for a plan, with matchers that have consumed all tokens; None if it samples no
-        constrained choice. A matcher that cannot consume a token is in an error state afterwards."""
-        began, late, rows = time.perf_counter(), dict(plan.late) if previous else {}, []
+    def _job(self, plan: Plan, skipped: Collection[Sequence]) -> _Job | None:
+        """What is to be computed for a plan; None if it samples no constrained choice."""
+        began, rows = time.perf_counter(), []
         for row, sequence in enumerate(plan.sampled):
             choices = self._choices.get(sequence.request.id)
-            if choices is None or sequence.finished:
-                continue
-            choice = choices[sequence.index]
-            rows.append((row, sequence, choice))
-            at = sequence.num_prompt + choice.consumed
-            if at < len(sequence.tokens):
-                token = sequence.tokens[at]
-            elif (which := late.get(plan.sample_rows[row])) is not None:
-                token = previous[which]
-            else:
-                continue  # the first
-            choice.matcher.consume_token(token)
-            choice.consumed += 1
+            if choices is not None and not sequence.finished and sequence not in skipped:
+                rows.append((row, sequence, choices[sequence.index]))
         if not rows:
             return None
         masks = self._memory(len(plan.sampled))

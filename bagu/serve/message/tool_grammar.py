@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bagu.serve.grammar import Grammar
+from bagu.serve.grammar import SPACING, Grammar
 from bagu.serve.message.forms import ToolForm
 from bagu.serve.message.parser import END_THINK, THINK
 
 __all__ = ["Tool", "tool_grammar"]
 
-# the spaces that templates and training data have (json.dumps); free white space would let a weak model loop in it
-SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+OPTIONS = {"x-guidance": SPACING}  # of llguidance, in a schema within Lark
 OPEN_SCHEMA = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 
 
@@ -34,7 +33,7 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """`parameters` as an object that has no keys besides those it lists, unless it says so."""
         closed = {} if any(key in self.parameters for key in OPEN_SCHEMA) else {"additionalProperties": False}
-        return {"type": "object", "properties": {}, **closed, **self.parameters, **SPACING}
+        return {"type": "object", "properties": {}, **closed, **self.parameters, **OPTIONS}
 
 
 def tool_grammar(
@@ -91,7 +90,7 @@ class _Writer:
 def _content_rules(content: Grammar) -> list[str]:
     """A message that is JSON of the grammar `content`, or calls."""
     schema = json.loads(content.text) if content.kind == "json_schema" else {"type": "object"}
-    spaced = {**schema, **SPACING} if isinstance(schema, dict) else schema
+    spaced = {**schema, **OPTIONS} if isinstance(schema, dict) else schema
     return ["message: content | calls", f"content: %json {json.dumps(spaced)}"]
 
 
