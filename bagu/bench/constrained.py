@@ -64,6 +64,7 @@ class Pair:
     """One round: the same numbers of tokens, constrained and free."""
 
     tokens: int  # after the first of each stream
+    forced: int  # of the constrained ones: the schema left no choice
     constrained_s: float
     free_s: float
     mask_s: float  # computing masks
@@ -126,16 +127,17 @@ def main(
         "free_tokens_per_s": statistics.median(p.tokens / p.free_s for p in pairs),
         "mask_ms_per_step": 1e3 * statistics.median(p.mask_s / p.steps for p in pairs),
         "mask_wait_ms_per_step": 1e3 * statistics.median(p.mask_wait_s / p.steps for p in pairs),
+        "forced": statistics.median(p.forced / p.tokens for p in pairs),
         "compile_s": engine.stats().grammar_compile_s, "validator": validator,
         "outputs": len(outputs), "valid": sum(map(check, outputs)), "engine": asdict(config),
     }  # fmt: skip
     rows.add([row])
-    heads = ("decoding", "tokens/s", "of free text", "mask ms/step", "waited ms/step", "valid")
+    heads = ("decoding", "tokens/s", "of free text", "forced", "mask ms/step", "waited ms/step", "valid")
     rows.finish(table(f"{name}, {row['dtype']}, {where}: {streams} streams, medians of {rounds} rounds", heads, [
-        ("free text", f"{row['free_tokens_per_s']:,.0f}", "1.000", "–", "–", "–"),
+        ("free text", f"{row['free_tokens_per_s']:,.0f}", "1.000", "–", "–", "–", "–"),
         (
             "JSON schema", f"{row['constrained_tokens_per_s']:,.0f}", f"{row['ratio']:.3f}",
-            f"{row['mask_ms_per_step']:.2f}", f"{row['mask_wait_ms_per_step']:.2f}",
+            f"{row['forced']:.0%}", f"{row['mask_ms_per_step']:.2f}", f"{row['mask_wait_ms_per_step']:.2f}",
             f"{row['valid']} of {row['outputs']} ({validator})",
         ),
     ]))  # fmt: skip
@@ -166,8 +168,9 @@ def measure_pair(
     assert engine.tokenizer is not None
     texts = [engine.tokenizer.decode([t for t in ids if t not in engine.sampler.eos_ids]) for ids in outputs]
     return Pair(
-        tokens=sum(counts) - streams, constrained_s=constrained_s, free_s=free_s, mask_s=after.mask_s - before.mask_s,
-        mask_wait_s=after.mask_wait_s - before.mask_wait_s, steps=steps, texts=tuple(texts),
+        tokens=sum(counts) - streams, forced=after.forced_tokens - before.forced_tokens, constrained_s=constrained_s,
+        free_s=free_s, mask_s=after.mask_s - before.mask_s, mask_wait_s=after.mask_wait_s - before.mask_wait_s,
+        steps=steps, texts=tuple(texts),
     )  # fmt: skip
 
 

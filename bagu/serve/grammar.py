@@ -17,7 +17,7 @@ __all__ = ["SPACING", "Grammar", "GrammarKind"]
 
 MAX_SIZE = 2**18  # characters
 # White space in JSON, as options of llguidance: that of json.dumps, of templates and of most training data. With free
-# white space a weak model writes blanks until max_tokens, and fewer tokens are forced (constrain/masks.py).
+# white space a weak model writes blanks until max_tokens, and few tokens are forced (constrain/masks.py).
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
@@ -31,10 +31,13 @@ class Grammar:
     regex        a regular expression (Rust's syntax) that the whole output matches
     choice       a JSON list of strings, one of which is the output
     lark         a grammar in llguidance's variant of Lark, whose start rule is `start`, or in GBNF, with `root`
+
+    `whitespace` is a regular expression of what may stand between two tokens of JSON; None is that of json.dumps.
     """
 
     kind: GrammarKind
     text: str = ""
+    whitespace: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -46,17 +49,25 @@ class Grammar:
             raise ArgumentError(
                 f"grammar: the {self.kind} has {len(self.text)} characters", hint=f"at most {MAX_SIZE}: make it smaller"
             )
+        if self.whitespace is not None and (not self.whitespace or not self.kind.startswith("json")):
+            found = f"whitespace = {self.whitespace!r:.80} of kind {self.kind}"
+            raise ArgumentError(f"grammar: {found}", hint="a regular expression, for json_object and json_schema")
         if self.kind == "choice":
             _check_choices(self.text)
 
-    @classmethod
-    def json_object(cls) -> Grammar:
-        return cls("json_object")
+    @property
+    def json_options(self) -> dict[str, Any]:
+        """What a schema is compiled with."""
+        return SPACING if self.whitespace is None else {"whitespace_pattern": self.whitespace}
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+    def json_object(cls, *, whitespace: str | None = None) -> Grammar:
+        return cls("json_object", whitespace=whitespace)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool, *, whitespace: str | None = None) -> Grammar:
         """From a schema as Python values. The order of its properties is the order in which they are generated."""
-        return cls("json_schema", json.dumps(schema if isinstance(schema, bool) else dict(schema)))
+        return cls("json_schema", json.dumps(schema if isinstance(schema, bool) else dict(schema)), whitespace)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:

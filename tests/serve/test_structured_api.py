@@ -58,10 +58,15 @@ def test_the_stream_helper_of_the_openai_client_parses(client: openai.OpenAI) ->
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
 
 
+ONES = {"type": "array", "items": {"const": 1}, "minItems": 9, "maxItems": 9}
+
+
 @pytest.mark.parametrize(
     ("asked", "valid"),
     [
         ({"json": POINT}, lambda text: jsonschema.validate(json.loads(text), POINT) is None),
+        ({"json": {"const": {"a": [1, 2]}}}, lambda text: text == '{"a": [1, 2]}'),
+        ({"json": ONES, "whitespace_pattern": "[\t]"}, lambda text: json.loads(text) == [1] * 9 and "\t" in text),
         ({"json": json.dumps(POINT)}, lambda text: jsonschema.validate(json.loads(text), POINT) is None),
         ({"regex": "[0-9]{3}-[a-f]{2}"}, lambda text: len(text) == 6 and text[:3].isdigit() and text[3] == "-"),
         ({"choice": ["yes", "no", "你好 \"quoted\"\n"]}, lambda text: text in ("yes", "no", "你好 \"quoted\"\n")),
@@ -148,6 +153,8 @@ def test_a_bad_grammar_is_refused_before_anything_is_queued(tiny: Running, name:
     [
         ({"structured_outputs": {}}, "structured_outputs", "sets nothing"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "is for JSON"),
+        ({"structured_outputs": {"json": True, "whitespace_pattern": "("}}, "structured_outputs", "cannot be compiled"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
         ({"structured_outputs": {"regex": "a"}, "response_format": JSON_SCHEMA}, "structured_outputs", "both"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema.schema"),

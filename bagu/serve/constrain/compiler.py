@@ -21,7 +21,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bagu.serve.constrain.finite import has_finite_instance
-from bagu.serve.grammar import SPACING, Grammar
+from bagu.serve.grammar import Grammar
 from bagu.serve.request import Unservable
 
 if TYPE_CHECKING:  # check.py runs without torch, which bagu.types imports
@@ -149,9 +149,8 @@ def grammar_source(grammar: Grammar) -> str:
         # One terminal: the lexer has no limit for alternatives, while a row of the parser has at most 2,000 items.
         return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}"))
     try:
-        return _schema_source(
-            {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text), matcher
-        )
+        schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.text)
+        return _schema_source(schema, grammar.json_options)
     except json.JSONDecodeError as error:
         raise _unservable(f"the schema is not JSON: {error}", "send valid JSON") from error
     except RecursionError as error:
@@ -170,7 +169,7 @@ def _lark(text: str) -> str:
         raise _unservable(f"the grammar is not GBNF: {error!s:.300}", "write it in Lark or GBNF") from error
 
 
-def _schema_source(schema: Any, matcher: Any) -> str:
+def _schema_source(schema: Any, options: dict[str, Any]) -> str:
     if not isinstance(schema, dict | bool):
         raise _unservable(f"the schema is {schema!r:.80}", "a schema is a JSON object, or true")
     if schema is False:
@@ -180,8 +179,8 @@ def _schema_source(schema: Any, matcher: Any) -> str:
             "the schema recurses without end: no finite value satisfies it",
             "leave a recursive property out of `required`, or allow null",
         )
-    # llguidance adds the defaults to an object
-    return str(matcher.grammar_from_json_schema({} if schema is True else _known_formats(schema), defaults=SPACING))
+    known = {} if schema is True else _known_formats(schema)
+    return str(_package().LLMatcher.grammar_from_json_schema(known, defaults=options))
 
 
 def _known_formats(schema: Any) -> Any:

@@ -107,7 +107,7 @@ RESPONSES: Fields = {
 LOAD_ADAPTER: Fields = {"load_inplace": (False,)}
 STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,)}
 STRUCTURED_OUTPUTS: Fields = {
-    **_never("structural_tag whitespace_pattern"), "disable_fallback": (False,), "disable_any_whitespace": (False,),
+    **_never("structural_tag"), "disable_fallback": (False,), "disable_any_whitespace": (False, True),
     "disable_additional_properties": (False,),
 }  # fmt: skip
 

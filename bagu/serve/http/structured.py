@@ -47,13 +47,16 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """Exactly one of these fields is set; null and false count as not set."""
+    """Exactly one of these fields is set; null and false count as not set. `whitespace_pattern` goes with JSON."""
 
     json_: Annotated[Schema | str | None, Field(alias="json", description="a JSON Schema, or one as a string")] = None
     regex: str | None = None
     choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace_pattern: Annotated[
+        str | None, Field(description="a regular expression of what may stand between two tokens of JSON")
+    ] = None
 
     def to_grammar(self) -> Grammar:
         refuse_unsupported(self.model_extra or {}, STRUCTURED_OUTPUTS, within="structured_outputs")
@@ -67,13 +70,19 @@ class StructuredOutputs(_Part):
             found = " and ".join(names) or "nothing"
             hint = f"set exactly one of {', '.join(given)}"
             raise ApiError(400, f"structured_outputs sets {found}", param="structured_outputs", hint=hint)
+        whitespace = self.whitespace_pattern
+        if isinstance(schema, str):
+            return Grammar("json_schema", schema, whitespace)
         if schema is not None:
-            return Grammar("json_schema", schema) if isinstance(schema, str) else Grammar.json_schema(schema)
+            return Grammar.json_schema(schema, whitespace=whitespace)
+        if self.json_object:
+            return Grammar.json_object(whitespace=whitespace)
+        if whitespace is not None:
+            hint = "leave it out, or send json or json_object"
+            raise ApiError(400, "whitespace_pattern is for JSON", param="structured_outputs", hint=hint)
         if self.regex is not None:
             return Grammar.regex(self.regex)
-        if self.choice is not None:
-            return Grammar.choice(self.choice)
-        return Grammar.json_object() if self.grammar is None else Grammar.lark(self.grammar)
+        return Grammar.choice(self.choice) if self.choice is not None else Grammar.lark(self.grammar or "")
 
 
 def grammar_of(response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None) -> Grammar | None:

@@ -90,7 +90,7 @@ class _Writer:
 def _content_rules(content: Grammar) -> list[str]:
     """A message that is JSON of the grammar `content`, or calls."""
     schema = json.loads(content.text) if content.kind == "json_schema" else {"type": "object"}
-    spaced = {**schema, **OPTIONS} if isinstance(schema, dict) else schema
+    spaced = {**schema, "x-guidance": content.json_options} if isinstance(schema, dict) else schema
     return ["message: content | calls", f"content: %json {json.dumps(spaced)}"]
 
 
