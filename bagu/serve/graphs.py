@@ -1,9 +1,11 @@
-"""Decode steps on a GPU as CUDA graphs: one launch per step instead of hundreds. Steps that verify drafts too.
+"""Decode steps on a GPU as CUDA graphs: one launch per step instead of hundreds. Steps with a few tokens of a sequence
+too: drafts, and tokens that a grammar forces.
 
 A graph has fixed shapes, so a step is padded to a bucket: the number of sequences to a power of two (above 32 to a
-multiple of 32), the context to a power of two. With drafts every sequence has equally many tokens, a power of two.
-Padding tokens are written to a block that is in no table. Rows are independent and attention is causal, so they do not
-change other rows. A graph is captured at the first step of its bucket, and all graphs share one memory pool.
+multiple of 32), the context to a power of two. If sequences have several tokens, the number of all tokens is a power of
+two, and sequences of padding have the rest. Padding tokens are written to a block that is in no table. Rows are
+independent, so they do not change other rows. A graph is captured at the first step of its bucket, and all graphs share
+one memory pool.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 
 from bagu.serve.adapters.layers import NO_ADAPTER, Rows
 from bagu.serve.kv.paged import Batch, PagedKV
+from bagu.serve.plan import SHORT
 
-__all__ = ["Captured", "GraphDecode", "Uniform", "bucket", "copy_padded", "pad", "uniform"]
+__all__ = ["Captured", "GraphDecode", "Padding", "bucket", "copy_padded", "pad", "padding"]
 
 
 class Captured(NamedTuple):
@@ -33,15 +36,16 @@ def bucket(count: int, *, coarse: bool = False) -> int:
 
 
 def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> Batch:
-    """Pad the batch to `rows` sequences of `max_len` tokens each, and tables of `context` positions; the new
-    sequences use block `spare`."""
+    """Pad the batch to `rows` sequences, and tables of `context` positions; the new sequences have one token each and
+    use block `spare`. A batch with several tokens of a sequence has its new sequences already (`padding`)."""
     each, device = batch.max_len, batch.ids.device
-    ids, positions, slots, adapters = (torch.empty(rows * each, dtype=torch.int64, device=device) for _ in range(4))
+    tokens = rows if each == 1 else len(batch.ids)
+    ids, positions, slots, adapters = (torch.empty(tokens, dtype=torch.int64, device=device) for _ in range(4))
     padded = Batch(
         ids=ids,
         positions=positions,
         slots=slots,
-        cu_seqlens=torch.arange(0, (rows + 1) * each, each, dtype=torch.int32, device=device),
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=device),
         context_lens=torch.empty(rows, dtype=torch.int32, device=device),
         block_tables=torch.zeros(rows, -(-context // block_size), dtype=torch.int32, device=device),
         max_len=each,
@@ -57,12 +61,14 @@ def pad(batch: Batch, rows: int, context: int, block_size: int, spare: int) -> B
 def copy_padded(into: Batch, batch: Batch, block_size: int, spare: int) -> None:
     """Copy a batch into one that `pad` has made for its bucket. Table entries behind the batch's context stay as they
     are: no kernel reads them."""
-    paddings = (0, 0, spare * block_size, into.max_len, spare, NO_ADAPTER)
-    for old, new, padding in zip(_inputs(into), _inputs(batch), paddings, strict=True):
+    values = (0, 0, spare * block_size, 1, spare, NO_ADAPTER)
+    for old, new, value in zip(_inputs(into), _inputs(batch), values, strict=True):
         if old is not None and new is not None:
             (old[: len(new)] if new.dim() == 1 else old[: len(new), : new.shape[1]]).copy_(new)
             if len(new) < len(old):
-                old[len(new) :].fill_(padding)
+                old[len(new) :].fill_(value)
+    if into.max_len > 1:
+        into.cu_seqlens.copy_(batch.cu_seqlens)
 
 
 def _inputs(batch: Batch) -> tuple[torch.Tensor | None, ...]:
@@ -70,20 +76,23 @@ def _inputs(batch: Batch) -> tuple[torch.Tensor | None, ...]:
     return batch.ids, batch.positions, batch.slots, batch.context_lens, batch.block_tables, batch.adapters
 
 
-class Uniform(NamedTuple):
-    """Sequences of different numbers of new tokens, padded to `each`. [S, each], host arrays."""
+class Padding(NamedTuple):
+    """What follows the sequences of a step, so that it fills its bucket. Host arrays."""
 
-    positions: np.ndarray  # of padding: that of the first token, any that the model has
-    real: np.ndarray  # bool
-    context_lens: np.ndarray  # [S]: as if the padding were tokens too, since the last query sits at the end
+    tokens: int
+    ends: np.ndarray  # of the sequences of padding, in the tokens of the step
+    lengths: np.ndarray
+    max_len: int  # a bound of the tokens of any sequence
 
 
-def uniform(cu_seqlens: np.ndarray, context_lens: np.ndarray, each: int) -> Uniform:
-    """Pad every sequence to `each` tokens."""
-    lengths = np.diff(cu_seqlens)
-    starts, column = (context_lens - lengths)[:, None], np.arange(each)
-    real = column < lengths[:, None]
-    return Uniform(np.where(real, starts + column, starts), real, starts[:, 0] + each)
+def padding(tokens: int, sequences: int, max_len: int) -> Padding:
+    """The padding of a step with several tokens of a sequence. The numbers of all tokens and of all sequences depend
+    on their buckets alone."""
+    total, each = bucket(tokens, coarse=True), max(bucket(max_len), SHORT)
+    # fewer than half of the tokens are padding
+    rows = bucket(sequences) - sequences + max(1, total // 2 // each)
+    ends = np.minimum(tokens + each * np.arange(1, rows + 1), total)
+    return Padding(total - tokens, ends, np.diff(ends, prepend=tokens), each)
 
 
 def addresses(model: torch.nn.Module) -> list[int]:
@@ -92,13 +101,13 @@ def addresses(model: torch.nn.Module) -> list[int]:
 
 
 class GraphDecode:
-    """The forward of a batch of sequences with equally many new tokens, as a graph replay."""
+    """The forward of a batch as a graph replay."""
 
     def __init__(self, model: torch.nn.Module, kv: PagedKV, max_model_len: int, adapters: Rows | None = None) -> None:
         self.model, self.kv, self.max_model_len, self.adapters = model, kv, max_model_len, adapters
         self.spare = kv.num_blocks - 1
-        # by sequences, tokens of each, context, and whether tokens have adapters
-        self.captured: dict[tuple[int, int, int, bool], Captured] = {}
+        # by sequences, tokens, most tokens of a sequence, context, and whether tokens have adapters
+        self.captured: dict[tuple[int, int, int, int, bool], Captured] = {}
         self.memory = torch.cuda.graph_pool_handle()
         self._addresses = addresses(model)
 
@@ -110,9 +119,12 @@ class GraphDecode:
     def load(self, batch: Batch) -> Captured:
         """The graph for this batch, captured if it is the first of its bucket, with the batch as its input. Replay it
         before the next call."""
-        rows, each = bucket(len(batch.context_lens)), batch.max_len
-        context = min(bucket(batch.max_context, coarse=True), self.max_model_len)
-        key = rows, each, context, batch.adapters is not None
+        rows, tokens = len(batch.context_lens), len(batch.ids)
+        if batch.max_len == 1:
+            rows = tokens = bucket(rows)
+        # at least that of a sequence of padding
+        context = max(min(bucket(batch.max_context, coarse=True), self.max_model_len), batch.max_len)
+        key = rows, tokens, batch.max_len, context, batch.adapters is not None
         found = self.captured.get(key)
         if found is None:
             padded = pad(batch, rows, context, self.kv.block_size, self.spare)

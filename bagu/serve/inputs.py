@@ -10,7 +10,7 @@ import torch
 from bagu.nn.kv import CacheError
 from bagu.serve.adapters.layers import NO_ADAPTER
 from bagu.serve.cpu.compiled import Decodes
-from bagu.serve.graphs import uniform
+from bagu.serve.graphs import padding
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
@@ -75,11 +75,11 @@ class StepInputs:
             new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
         return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
 
-    def batch(self, plan: Plan) -> tuple[Batch, Late | None]:
-        """The plan as tensors on the device, and what is still to be put into them."""
-        B = self.kv.block_size
-        n = plan.num_decodes
-        if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
+    def batch(self, plan: Plan, *, padded: bool = False) -> tuple[Batch, Late | None]:
+        """The plan as tensors on the device, and what is still to be put into them. `padded`: a plan with several
+        tokens of a sequence fills the bucket of a CUDA graph."""
+        B, n, max_len = self.kv.block_size, plan.num_decodes, plan.max_len
+        if max_len == 1:  # as many tokens as sequences: convert all lists at once
             words, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
             owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
         else:
@@ -90,6 +90,16 @@ class StepInputs:
         slots = self.tables[owner, block] * np.int64(B) + place
         tables = self.tables[rows, : -(-plan.max_context // B)]
         adapters = self.slots(plan)
+        if padded and max_len > 1:
+            spare = self.kv.num_blocks - 1  # no table has the last block (build.py)
+            more = padding(len(words), len(rows), max_len)
+            n, max_len = 0, more.max_len  # one call of attention
+            words, places = (np.append(x, np.zeros(more.tokens, dtype=np.int64)) for x in (words, places))
+            slots = np.append(slots, np.full(more.tokens, spare * B))
+            offsets, lengths = np.append(offsets, more.ends.astype(np.int32)), np.append(lengths, more.lengths)
+            tables = np.pad(tables, ((0, len(more.ends)), (0, 0)), constant_values=spare)
+            if adapters is not None:
+                adapters = np.append(adapters, np.full(more.tokens, NO_ADAPTER))
         late_rows = np.array(plan.late, dtype=np.int64).reshape(-1, 2).T
         # a late id is any token until it is known
         ids, positions, into, *which = self.to_device(words.clip(min=0), places, slots, *late_rows)
@@ -101,38 +111,10 @@ class StepInputs:
             cu_seqlens=cu_seqlens,
             context_lens=context_lens,
             block_tables=block_tables,
-            max_len=plan.max_len,
+            max_len=max_len,
             max_context=plan.max_context,
             num_decodes=n,
             decode_context=max(plan.context_lens[:n], default=0),
             adapters=None if adapters is None else self.to_device(adapters)[0],
         )
         return batch, Late(*which) if plan.late else None
-
-    def uniform_batch(self, plan: Plan, each: int) -> tuple[Batch, Late | None, torch.Tensor]:
-        """As `batch`, with every sequence padded to `each` tokens, and the rows of the plan's own tokens among them."""
-        B, spare = self.kv.block_size, self.kv.num_blocks - 1  # no table has the last block (build.py)
-        lengths, rows = np.array(plan.context_lens), np.array(plan.table_rows)
-        positions, real, lengths = uniform(np.array(plan.cu_seqlens), lengths, each)
-        slots = self.tables[rows[:, None], positions // B] * np.int64(B) + positions % B
-        words, own = np.zeros(real.shape, dtype=np.int64), np.flatnonzero(real)
-        words[real] = np.maximum(plan.ids, 0)
-        longest = int(lengths.max())
-        offsets = np.arange(0, words.size + 1, each, dtype=np.int32)
-        late = np.array(plan.late, dtype=np.int64).reshape(-1, 2)
-        ids, places, into, kept, *which = self.to_device(
-            words.ravel(), positions.ravel(), np.where(real, slots, spare * B).ravel(), own, own[late[:, 0]], late[:, 1]
-        )
-        cu_seqlens, context_lens, block_tables = self.to_device(
-            offsets, lengths.astype(np.int32), self.tables[rows, : -(-longest // B)]
-        )
-        adapters = self.slots(plan)
-        if adapters is not None:
-            padded = np.full(real.shape, NO_ADAPTER, dtype=np.int64)
-            padded[real] = adapters
-            adapters = padded.ravel()
-        own_adapters = None if adapters is None else self.to_device(adapters)[0]
-        batch = Batch(
-            ids, places, into, cu_seqlens, context_lens, block_tables, each, longest, 0, 0, own_adapters
-        )  # fmt: skip
-        return batch, Late(*which) if plan.late else None, kept

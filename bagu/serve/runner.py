@@ -39,7 +39,7 @@ from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, match
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
-from bagu.serve.graphs import Captured, GraphDecode, bucket
+from bagu.serve.graphs import Captured, GraphDecode
 from bagu.serve.inputs import Late, StepInputs
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
@@ -61,7 +61,6 @@ class Staged:
     plan: Plan
     inputs: Batch | Captured | Decodes  # for the layers, for a CUDA graph, for the C++
     late: Late | None = None
-    own: torch.Tensor | None = None  # rows of the plan's tokens, if there is padding between them
 
 
 class RunnerOutput(NamedTuple):
@@ -206,16 +205,10 @@ class Runner(StepInputs):
         self.write_tables(plan)
         if self.compiled is not None and self.is_short(plan):
             return Staged(plan, self.decodes(plan))
-        each = bucket(plan.max_len)
-        # the padding must not leave the tables
-        fits = plan.max_len == 1 or plan.max_context + each <= self.table_positions
-        if self.decode is None or plan.num_prompts or not fits:
+        if self.decode is None or plan.num_prompts:
             return Staged(plan, *self.batch(plan))
-        if plan.max_len == 1:
-            batch, late = self.batch(plan)
-            return Staged(plan, self.decode.load(batch), late)
-        batch, late, own = self.uniform_batch(plan, each)
-        return Staged(plan, self.decode.load(batch), late, own)
+        batch, late = self.batch(plan, padded=True)
+        return Staged(plan, self.decode.load(batch), late)
 
     def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:
         """The rest of `run`: the forward and the logits."""
@@ -248,9 +241,7 @@ class Runner(StepInputs):
         if isinstance(inputs, Batch):
             return self.forward(inputs)
         inputs.graph.replay()
-        return (
-            inputs.hidden[: staged.plan.num_tokens] if staged.own is None else inputs.hidden.index_select(0, staged.own)
-        )
+        return inputs.hidden[: staged.plan.num_tokens]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         assert self.model is not None, "the C++ computes all steps"

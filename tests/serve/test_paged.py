@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from small_engine import small_model
 
 from bagu.errors import ArgumentError
 from bagu.nn.config import MLAConfig, ModelConfig
 from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
-from bagu.serve.graphs import bucket, copy_padded, pad
+from bagu.serve.graphs import bucket, copy_padded, pad, padding
 from bagu.serve.kv.paged import Batch, PagedKV, block_bytes
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
@@ -117,3 +120,16 @@ def test_a_block_outside_the_pool_is_refused_in_a_table(block: int) -> None:
     with pytest.raises(CacheError, match=rf"names block {block}, and the pool has 0 to 2"):
         runner.run(plan)
     assert runner.run(dataclasses.replace(plan, table_writes=[(0, 0, 2)])).logits.shape == (1, 97)
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=70).filter(lambda lengths: max(lengths) > 1))
+def test_the_padding_of_a_step_fills_its_bucket(lengths: list[int]) -> None:
+    tokens, sequences, longest = sum(lengths), len(lengths), max(lengths)
+    more = padding(tokens, sequences, longest)
+    ends = [tokens, *more.ends.tolist()]
+    assert ends[-1] == tokens + more.tokens == bucket(tokens, coarse=True)
+    assert more.lengths.tolist() == [b - a for a, b in itertools.pairwise(ends)]
+    assert max(*more.lengths, longest) <= more.max_len and min(more.lengths) >= 0
+    for other in range(tokens // 2 + 1, tokens + 1):  # its bucket alone decides how many sequences there are
+        if bucket(other, coarse=True) == bucket(tokens, coarse=True):
+            assert len(padding(other, sequences, longest).ends) == len(more.ends)
