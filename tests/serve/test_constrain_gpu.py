@@ -10,6 +10,7 @@ from constrained import POINT, constrained_engine, constrained_model, json_token
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Sampling
 
+pytest.importorskip("llguidance")
 pytestmark = pytest.mark.gpu
 
 
