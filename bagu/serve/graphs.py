@@ -80,8 +80,8 @@ class Padding(NamedTuple):
     """What follows the sequences of a step, so that it fills its bucket. Host arrays."""
 
     tokens: int
-    ends: np.ndarray  # of the sequences of padding, in the tokens of the step
-    lengths: np.ndarray
+    ends: np.ndarray  # int32: of the sequences of padding, in the tokens of the step
+    lengths: np.ndarray  # int32
     max_len: int  # a bound of the tokens of any sequence
 
 
@@ -91,8 +91,8 @@ def padding(tokens: int, sequences: int, max_len: int) -> Padding:
     total, each = bucket(tokens, coarse=True), max(bucket(max_len), SHORT)
     # fewer than half of the tokens are padding
     rows = bucket(sequences) - sequences + max(1, total // 2 // each)
-    ends = np.minimum(tokens + each * np.arange(1, rows + 1), total)
-    return Padding(total - tokens, ends, np.diff(ends, prepend=tokens), each)
+    ends = np.minimum(tokens + each * np.arange(1, rows + 1, dtype=np.int32), total)
+    return Padding(total - tokens, ends, np.diff(ends, prepend=np.int32(tokens)), each)
 
 
 def addresses(model: torch.nn.Module) -> list[int]:

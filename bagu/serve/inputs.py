@@ -10,7 +10,7 @@ import torch
 from bagu.nn.kv import CacheError
 from bagu.serve.adapters.layers import NO_ADAPTER
 from bagu.serve.cpu.compiled import Decodes
-from bagu.serve.graphs import padding
+from bagu.serve.graphs import Padding, padding
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
@@ -25,6 +25,32 @@ class Late(NamedTuple):
 
     def fill(self, ids: torch.Tensor, tokens: torch.Tensor) -> None:
         ids.index_copy_(0, self.rows, tokens.index_select(0, self.samples))
+
+
+class _Arrays(NamedTuple):
+    """The tensors of a `Batch` on the host."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    cu_seqlens: np.ndarray
+    context_lens: np.ndarray
+    tables: np.ndarray
+    adapters: np.ndarray | None
+
+    def padded(self, more: Padding, spare: int, block_size: int) -> _Arrays:
+        """With sequences of padding at the end, in block `spare`, which no table has (build.py)."""
+        zeros, tokens = np.zeros(more.tokens, dtype=np.int64), np.ones(more.tokens, dtype=np.int64)
+        blocks = np.full((len(more.ends), self.tables.shape[1]), spare, dtype=np.int32)
+        return _Arrays(
+            ids=np.concatenate((self.ids, zeros)),
+            positions=np.concatenate((self.positions, zeros)),
+            slots=np.concatenate((self.slots, spare * block_size * tokens)),
+            cu_seqlens=np.concatenate((self.cu_seqlens, more.ends)),
+            context_lens=np.concatenate((self.context_lens, more.lengths)),
+            tables=np.concatenate((self.tables, blocks)),
+            adapters=None if self.adapters is None else np.concatenate((self.adapters, NO_ADAPTER * tokens)),
+        )
 
 
 class StepInputs:
@@ -77,37 +103,18 @@ class StepInputs:
 
     def batch(self, plan: Plan, *, padded: bool = False) -> tuple[Batch, Late | None]:
         """The plan as tensors on the device, and what is still to be put into them. `padded`: a plan with several
-        tokens of a sequence fills the bucket of a CUDA graph."""
-        B, n, max_len = self.kv.block_size, plan.num_decodes, plan.max_len
-        if max_len == 1:  # as many tokens as sequences: convert all lists at once
-            words, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
-            owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
-        else:
-            words, places, lengths, rows = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.table_rows))
-            offsets = np.array(plan.cu_seqlens, dtype=np.int32)
-            owner = rows.repeat(np.diff(offsets))
-        block, place = np.divmod(places, B)
-        slots = self.tables[owner, block] * np.int64(B) + place
-        tables = self.tables[rows, : -(-plan.max_context // B)]
-        adapters = self.slots(plan)
+        tokens of a sequence fills the bucket of a CUDA graph, and attention is one call."""
+        host, n, max_len = self._arrays(plan), plan.num_decodes, plan.max_len
         if padded and max_len > 1:
-            spare = self.kv.num_blocks - 1  # no table has the last block (build.py)
-            more = padding(len(words), len(rows), max_len)
-            n, max_len = 0, more.max_len  # one call of attention
-            words, places = (np.append(x, np.zeros(more.tokens, dtype=np.int64)) for x in (words, places))
-            slots = np.append(slots, np.full(more.tokens, spare * B))
-            offsets, lengths = np.append(offsets, more.ends.astype(np.int32)), np.append(lengths, more.lengths)
-            tables = np.pad(tables, ((0, len(more.ends)), (0, 0)), constant_values=spare)
-            if adapters is not None:
-                adapters = np.append(adapters, np.full(more.tokens, NO_ADAPTER))
-        late_rows = np.array(plan.late, dtype=np.int64).reshape(-1, 2).T
-        # a late id is any token until it is known
-        ids, positions, into, *which = self.to_device(words.clip(min=0), places, slots, *late_rows)
-        cu_seqlens, context_lens, block_tables = self.to_device(offsets, lengths.astype(np.int32), tables)
+            more = padding(plan.num_tokens, len(plan.table_rows), max_len)
+            host, n, max_len = host.padded(more, self.kv.num_blocks - 1, self.kv.block_size), 0, more.max_len
+        late = np.array(plan.late, dtype=np.int64).reshape(-1, 2).T
+        ids, positions, slots, *which = self.to_device(host.ids, host.positions, host.slots, *late)
+        cu_seqlens, context_lens, block_tables = self.to_device(host.cu_seqlens, host.context_lens, host.tables)
         batch = Batch(
             ids=ids,
             positions=positions,
-            slots=into,
+            slots=slots,
             cu_seqlens=cu_seqlens,
             context_lens=context_lens,
             block_tables=block_tables,
@@ -115,6 +122,21 @@ class StepInputs:
             max_context=plan.max_context,
             num_decodes=n,
             decode_context=max(plan.context_lens[:n], default=0),
-            adapters=None if adapters is None else self.to_device(adapters)[0],
+            adapters=None if host.adapters is None else self.to_device(host.adapters)[0],
         )
         return batch, Late(*which) if plan.late else None
+
+    def _arrays(self, plan: Plan) -> _Arrays:
+        B = self.kv.block_size
+        if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
+            ids, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
+            owner, offsets = rows, np.arange(len(rows) + 1, dtype=np.int32)
+        else:
+            ids, places, lengths, rows = map(np.array, (plan.ids, plan.positions, plan.context_lens, plan.table_rows))
+            offsets = np.array(plan.cu_seqlens, dtype=np.int32)
+            owner = rows.repeat(np.diff(offsets))
+        block, place = np.divmod(places, B)
+        slots = self.tables[owner, block] * np.int64(B) + place
+        tables = self.tables[rows, : -(-plan.max_context // B)]
+        # a late id is any token until it is known
+        return _Arrays(ids.clip(min=0), places, slots, offsets, lengths.astype(np.int32), tables, self.slots(plan))
