@@ -274,8 +274,11 @@ def test_keys_limit_requests_tokens_models_and_changes(server: Running) -> None:
     assert code == 429 and 1 <= int(wait) <= 86400
     assert status("sk-other")[0] == 403 and status("sk-nobody")[0] == 401
     assert status("sk-guest", "/v1/repository/models/chat/unload", {"version": 1})[0] == 403
-    listed = server.http.get("/v1/models", headers={"Authorization": "Bearer sk-other"}).json()
-    assert listed["data"] == []
+    other = {"Authorization": "Bearer sk-other"}
+    assert server.http.get("/v1/models", headers=other).json()["data"] == []
+    names = ("chat", "chat@1", "chat:1", "nothing")
+    assert [server.http.get(f"/v1/models/{n}", headers=other).status_code for n in names] == [403, 403, 403, 404]
+    assert all(server.http.get(f"/v1/models/{n}", headers=HEADERS).status_code == 200 for n in names[:3])
     text = server.http.get("/metrics").text
     assert 'bagu:key_refusals_total{key="poor",limit="tokens_per_day"} 1' in text and "sk-poor" not in text
 

@@ -98,11 +98,15 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
 
     async def models(self, request: Request) -> Response:
         key = key_of(request)
-        names = [n for n in self.catalog.names if key is None or key.may_use(n, n.partition("@")[0])]
+        names = [n for n in self.catalog.names if key is None or key.may_use(n, self.catalog.base(n))]
         return json_response({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._model(request.path_params["name"]))
+        name, key = request.path_params["name"], key_of(request)
+        found = self._model(name)
+        if key is not None:
+            key.check_model(name, self.catalog.base(name))
+        return json_response(found)
 
     async def tokenize(self, request: Request) -> Response:
         self.catalog.check_ready()

@@ -103,6 +103,10 @@ class Models(Protocol):
         """Send a copy of a request to another engine, if the configuration says so; its answer is dropped."""
         ...
 
+    def base(self, name: str) -> str:
+        """The name without version or adapter; a key that allows it allows the model. Raises 404 for unknown names."""
+        ...
+
     def entry(self, name: str) -> dict[str, Any]:
         """The model's entry in /v1/models, without id and date. Raises 404 for an unknown name."""
         ...
@@ -156,6 +160,10 @@ class OneModel:
 
     def copy(self, instance: Instance, body: HasJob) -> None:
         return None
+
+    def base(self, name: str) -> str:
+        self._check(name)
+        return self._served.name
 
     def entry(self, name: str) -> dict[str, Any]:
         self._check(name)

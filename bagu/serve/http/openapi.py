@@ -206,7 +206,7 @@ def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
     failures = dict(o.failures)
     if o.guarded and has_key:
         failures |= {401: "The API key is missing or wrong."}
-        if o.method == "POST":
+        if o.method == "POST" or MODEL in o.parameters:
             failures |= {403: "The API key may not do this."}
     found: dict[str, Any] = {
         "operationId": o.name, "summary": o.summary,

@@ -94,6 +94,9 @@ class Repository:
     def copy(self, instance: Instance, body: HasJob) -> None:
         self.models[instance.name.partition("@")[0]].copy(instance, body)
 
+    def base(self, name: str) -> str:
+        return self.model_of(name)[0].name
+
     def entry(self, name: str) -> dict[str, Any]:
         model, number = self.model_of(name)
         versions = [model.version(number)] if number is not None else [model.versions[n] for n in model.ready]
