@@ -12,7 +12,7 @@ https://arxiv.org/abs/2305.14314
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -31,7 +31,6 @@ __all__ = [
     "add_lora",
     "check_targets",
     "has_lora",
-    "load_lora",
     "lora_parameters",
     "lora_state",
     "merge",
@@ -122,22 +121,8 @@ def merge(model: Transformer) -> None:
 
 
 def lora_state(model: Transformer) -> dict[str, torch.Tensor]:
-    """The pairs by name: a LoRA run needs to save only these, besides the base model."""
+    """The pairs by name; peft.py writes and reads them as files."""
     return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
-
-
-@torch.no_grad()
-def load_lora(model: Transformer, state: Mapping[str, torch.Tensor]) -> None:
-    """Load pairs from `lora_state` into a model that has the same pairs."""
-    own = lora_state(model)
-    if own.keys() != state.keys() or any(own[name].shape != state[name].shape for name in own):
-        odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
-        raise ArgumentError(
-            f"the LoRA state does not match the model: {len(odd)} tensors differ, the first is {odd[0]}",
-            hint="call add_lora with the same rank and targets",
-        )
-    for name, p in own.items():
-        p.copy_(state[name])
 
 
 def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:

@@ -26,7 +26,7 @@ from bagu.data.preference_batch import batches_of
 from bagu.data.preference_set import PreferenceSet
 from bagu.errors import BaguError
 from bagu.nn.digest import digest_of
-from bagu.nn.lora import has_lora
+from bagu.nn.lora import has_lora, lora_state
 from bagu.nn.model import Transformer
 from bagu.runs.plain_progress import plain_progress
 from bagu.train.logprobs import segment_sums
@@ -37,7 +37,8 @@ __all__ = ["model_digest", "with_reference"]
 
 def model_digest(model: Transformer) -> str:
     """A hash of the weights without LoRA, the dtype, and the kind of device, whose kernels round in their own way."""
-    weights = {n: t for n, t in model.state_dict().items() if not n.endswith((".lora_a", ".lora_b"))}
+    pairs = lora_state(model)
+    weights = {n: t for n, t in model.state_dict().items() if n not in pairs}
     return f"{digest_of(weights)} {next(model.parameters()).device.type}"
 
 

@@ -100,7 +100,7 @@ def test_tables_read_what_was_written_after_any_operations(
             else:
                 blocks.release_leading(table, min(length, len(writer.lists[table]) // block_size))
         writer.check()
-        assert blocks.free_count + blocks.cached_count + blocks.used_count == num_blocks == len(blocks.map())
+        assert len(blocks.free) + blocks.cached_count + blocks.used_count == num_blocks == len(blocks.map())
         assert prefix_cache or blocks.cached_count == 0
     for table in list(writer.lists):
         writer.release(table)

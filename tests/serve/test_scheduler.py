@@ -103,7 +103,7 @@ def test_hit_blocks_do_not_count_as_available_for_the_same_prompt() -> None:
     drain(fake)
     fake.scheduler.add(ask("holder", [20, 21, 22], max_tokens=5, min_tokens=5))
     fake.step()
-    assert (fake.scheduler.blocks.free_count, fake.scheduler.blocks.cached_count) == (0, 4)
+    assert (len(fake.scheduler.blocks.free), fake.scheduler.blocks.cached_count) == (0, 4)
     fake.scheduler.add(ask("warm", 12, max_tokens=1, arrival=1.0))
     fake.step()
     assert [s.request.id for s in fake.scheduler.waiting] == ["warm"]
@@ -199,7 +199,7 @@ def test_restart_recomputes_everything_and_empties_the_cache() -> None:
     for _ in range(3):
         fake.step()
     fake.scheduler.restart()
-    assert fake.scheduler.blocks.available == fake.scheduler.blocks.free_count == 64
+    assert fake.scheduler.blocks.available == len(fake.scheduler.blocks.free) == 64
     drain(fake)
     assert [fake.texts["r"][0]] == alone(request, None)
 

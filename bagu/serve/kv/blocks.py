@@ -84,10 +84,6 @@ class Blocks:
         self.tables: set[Table] = set()
 
     @property
-    def free_count(self) -> int:
-        return len(self.free)
-
-    @property
     def cached_count(self) -> int:
         """Blocks that are in the prefix cache and in no table."""
         return len(self.cached)
