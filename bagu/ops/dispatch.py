@@ -25,7 +25,7 @@ from bagu.machine.device import triton_interprets
 from bagu.ops import recording, scope
 from bagu.ops.core import OpSpec
 from bagu.ops.custom import listed, needs_custom_op, register
-from bagu.ops.eager import autocasting, constant, traced, transformed
+from bagu.ops.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
 from bagu.ops.invariant import backend_of, forward_of
 from bagu.ops.launcher import available_launcher
 from bagu.ops.node import Node
@@ -43,7 +43,6 @@ BACKENDS = ("torch", "triton")
 _any_autocast = torch._C._is_any_autocast_enabled  # the check for a single device takes 4 us
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _NOT_WIDENED = (torch.float32, torch.float64)  # dtypes in which torch's own products run on a CPU
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # torch.utils.checkpoint sets them
 _nodes: dict[tuple[str, str], Node] = {}  # loaded backends, by op and backend
 _warned: set[str] = set()  # warnings already given
 
@@ -103,7 +102,7 @@ def calls_torch(x: torch.Tensor, *, on_gpu: bool = False) -> bool:
     for a convolution on a Neoverse-N1, where torch's own calls take 8 and 13 us, and several times that if the caches
     are cold; 26 and 76 us on the host of an H200. Each check here takes 0.5 us.
     """
-    if is_dynamo_compiling() or scope.opened() or _saved_tensor_hooks(True):
+    if is_dynamo_compiling() or scope.opened() or saved_tensor_hooks(True):
         return False
     if x.is_cuda:
         return on_gpu

@@ -25,12 +25,24 @@ __all__ = [
     "node",
     "once_differentiable",
     "plain",
+    "saved_tensor_hooks",
     "traced",
     "transformed",
     "without_autocast",
 ]
 
 Results = tuple[torch.Tensor, ...]
+
+
+def _unknown_hooks(ignore_is_tracing: bool) -> tuple[None, None]:
+    """For a torch without the private function: there may be hooks. A backward then finds its kind from all its tensors
+    (node.py), and a checkpointed block is not found, so its second run does not repeat the choice of its first
+    (scope.py)."""
+    return None, None
+
+
+# The innermost hooks on saved tensors, which torch.utils.checkpoint sets; None if there are none.
+saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _unknown_hooks)
 
 
 def constant(fn: Callable[..., Any]) -> Callable[..., Any]:

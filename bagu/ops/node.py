@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from bagu.ops.core import OpSpec
-from bagu.ops.eager import autocasting, once_differentiable
+from bagu.ops.eager import autocasting, once_differentiable, saved_tensor_hooks
 from bagu.ops.launcher import Launcher
 from bagu.ops.link import Backward, Forward, Link, received, selective
 from bagu.ops.plan import Results
 from bagu.ops.replay import Host, Repeated, Replayed, kind_of, remember
 
 __all__ = ["Node", "backward_host", "forward_host", "paired"]
-
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # of torch.utils.checkpoint and others
 
 
 class Node:
@@ -100,7 +98,7 @@ def _function(spec: OpSpec, backend: str, back: _Backward) -> Callable[..., Resu
     def forward(ctx: Any, calls: Repeated, pointers: Sequence[int], *values: Any) -> Any:
         results: Any = calls(values, pointers)
         link.keep(ctx, values, results, outputs)
-        ctx.calls = calls if _saved_tensor_hooks(True) is None else None  # a hook may return other strides
+        ctx.calls = calls if saved_tensor_hooks(True) is None else None  # a hook may return other strides
         # By default autograd fills zeros for every result without a gradient: one launch for each residual, which no
         # backward reads. That is half of LayerNorm's four launches, and in linear_cross_entropy_loss as many bytes as
         # the weight has. It still does so for the custom ops, where a compiler drops the zeros.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.errors import BackendError
-from bagu.ops.eager import constant
+from bagu.ops.eager import constant, saved_tensor_hooks
 
 __all__ = ["Choice", "chosen", "current", "enter", "keep_for_recompute", "leave", "opened"]
 
@@ -113,7 +113,7 @@ def _refuse_another_thread() -> None:
 def _block() -> Any:
     """The torch.utils.checkpoint block whose first forward is running, or None. It is read from the closure of the
     innermost pack hook, since PyTorch has no public name for it; tests/ops/test_scope.py checks that this works."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(True)
     pack: Any = hooks[0] if hooks else None
     if getattr(pack, "__qualname__", "") != "_checkpoint_hook.__init__.<locals>.pack_hook":
         return None

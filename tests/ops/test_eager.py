@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,12 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rope": lambda x: rope(x.reshape(5, 2, 8), *TABLES),
 }
 EACH = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+
+
+def test_the_module_imports_on_a_torch_without_the_private_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    copy: dict[str, Any] = runpy.run_path(eager.__file__)
+    assert copy["saved_tensor_hooks"](True) == (None, None)  # neither None nor empty: there may be hooks
 
 
 def draw(dtype: torch.dtype = torch.float64) -> torch.Tensor:

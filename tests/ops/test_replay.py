@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from bagu.ops import eager
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import OpSpec
 from bagu.ops.launcher import noted_launches
@@ -112,8 +113,11 @@ def test_halves_of_one_tensor_are_two_arguments() -> None:
     assert torch.equal(run(gate, up)[0], forward_of("swiglu", None)(gate, up)[0])
 
 
-def test_a_backward_reads_what_a_hook_made_of_a_saved_tensor() -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["known", "torch_without_the_function"])
+def test_a_backward_reads_what_a_hook_made_of_a_saved_tensor(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     """The kind of a backward follows from its forward's, unless a hook may lay out a saved tensor anew."""
+    if not known:
+        monkeypatch.setattr("bagu.ops.node.saved_tensor_hooks", eager._unknown_hooks)
     spec = SPECS["rms_norm"]
     module = spec.module("triton")
     plain, run = (Node(spec, "r", module.forward, module.backward, by) for by in (None, launcher()))
