@@ -14,16 +14,14 @@ import json
 import re
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from bagu.errors import ArgumentError, BaguError
+from bagu.errors import BaguError
 from bagu.machine.cores import available_cores
+from bagu.serve.api_client import ApiClient, Refused
 
 __all__ = ["Answer", "Server", "answered", "drive"]
 
@@ -42,24 +40,14 @@ class Answer:
     error: str | None = None
 
 
-class NoAnswer(BaguError):
-    """The server returned an error status: it does not have this route or value."""
-
-
-class Server:
-    """A server with the OpenAI API at `url`, e.g. http://127.0.0.1:8000."""
+class Server(ApiClient):
+    """The server that gets the load. Its connections are direct, so no call uses a proxy."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        where = urlsplit(self.url)
-        if where.scheme not in ("http", "https") or where.hostname is None:
-            raise ArgumentError(f"{url!r} is not the URL of a server", hint="e.g. http://127.0.0.1:8000")
-        self.host, self.path, self.netloc = where.hostname, where.path, where.netloc
-        self.tls = ssl.create_default_context() if where.scheme == "https" else None
-        self.port = where.port or (443 if self.tls else 80)
-        self.headers = {"Content-Type": "application/json"}
-        if api_key:
-            self.headers["Authorization"] = f"Bearer {api_key}"
+        super().__init__(url, api_key=api_key, timeout_s=60, proxies={})
+        self.host = str(self.parts.hostname)
+        self.tls = ssl.create_default_context() if self.parts.scheme == "https" else None
+        self.port = self.parts.port or (443 if self.tls else 80)
 
     @property
     def where(self) -> str:
@@ -68,47 +56,25 @@ class Server:
             return f"client, server and engine share {available_cores()} cores"
         return f"client on {available_cores()} cores, server on another machine"
 
-    def json(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON answer of `path`, to a POST if there is a `body`."""
-        text = self.read(path, body)
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise BaguError(f"cannot read {self.url}{path}: {error}") from error
-
-    def read(self, path: str, body: Mapping[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self.headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=60) as response:
-                return str(response.read().decode())
-        except urllib.error.HTTPError as error:
-            text = error.read(300).decode(errors="replace")
-            raise NoAnswer(f"{self.url}{path} answered {error.code}: {text}") from error
-        except (OSError, ValueError) as error:
-            hint = "check that it is running; `bagu serve MODEL` starts one"
-            raise BaguError(f"cannot read {self.url}{path}: {error}", hint=hint) from error
-
     def cpu_seconds(self) -> float | None:
         """CPU time of the server process so far, from its Prometheus metrics; None if the server does not report it."""
-        with suppress(NoAnswer):
-            found = re.search(r"^process_cpu_seconds_total (\S+)$", self.read("/metrics"), re.M)
+        with suppress(Refused), self.response("/metrics") as response:
+            found = re.search(r"^process_cpu_seconds_total (\S+)$", response.read().decode(), re.M)
             return None if found is None else float(found[1])
         return None
 
     def engine_ttft_ms(self, last: int) -> float | None:
         """The engine's median time to first token of the last requests; None if the server does not report it."""
-        with suppress(NoAnswer):
-            value = self.json(f"/engine?last={last}").get("engine_ttft_ms_p50")
+        with suppress(Refused):
+            value = self.call(f"/engine?last={last}").get("engine_ttft_ms_p50")
             return None if value is None else float(value)
         return None
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
         """The bytes of a request for a connection of its own."""
         data = json.dumps(body).encode()
-        headers = self.headers | {"Host": self.netloc, "Connection": "close", "Content-Length": str(len(data))}
-        lines = [f"POST {self.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        headers = self.headers | {"Host": self.parts.netloc, "Connection": "close", "Content-Length": str(len(data))}
+        lines = [f"POST {self.parts.path}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         return "\r\n".join([*lines, "", ""]).encode() + data
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from bagu.bench.serve_client import Answer, NoAnswer, Server, answered, drive
+from bagu.bench.serve_client import Answer, Server, answered, drive
 from bagu.bench.serve_latency import METRICS, summary
 from bagu.bench.trace import Trace, trace_workload
 from bagu.bench.workload import Lengths, Workload, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.serve.api_client import Refused
 
 __all__ = ["Load", "Target", "connect", "fitting", "run_load", "same_prompts"]
 
@@ -118,7 +119,7 @@ class Target:
 
 def connect(server: Server, model: str | None, seed: int) -> Target:
     """Ask the server for its model (by default the first), the model's maximum length, and token ids to use."""
-    models = {str(entry["id"]): entry for entry in server.json("/v1/models").get("data", ())}
+    models = {entry["id"]: entry for entry in server.models()}
     if not models and model is None:
         raise BaguError(f"{server.url}/v1/models lists no model", hint="check that the server has loaded one")
     name = model or next(iter(models))
@@ -131,8 +132,8 @@ def vocabulary(server: Server, model: str, seed: int) -> tuple[int, ...] | None:
     draw = random.Random(seed)
     words = ["".join(draw.choices(string.ascii_letters + string.digits, k=draw.randint(1, 8))) for _ in range(500)]
     try:
-        found = server.json("/tokenize", {"model": model, "prompt": " ".join(words)})
-    except NoAnswer:
+        found = server.call("/tokenize", {"model": model, "prompt": " ".join(words)})
+    except Refused:
         return None
     ids = found.get("tokens") if isinstance(found, dict) else None
     return tuple(sorted(set(ids))) if ids and all(isinstance(i, int) for i in ids) else None

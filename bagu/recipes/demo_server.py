@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bagu.errors import BaguError
+from bagu.serve.api_client import ApiClient
 
 __all__ = ["ask", "can_serve", "running_server", "wait_for_interrupt"]
 
@@ -91,7 +91,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def ask(address: str, question: str, max_tokens: int) -> str:
-    """Ask one question with the `openai` client if it is installed, otherwise with urllib; the request is the same."""
+    """Ask one question with the `openai` client if it is installed, otherwise with ours; the request is the same."""
     messages = [{"role": "user", "content": question}]
     if importlib.util.find_spec("openai") is not None:
         import openai
@@ -103,11 +103,8 @@ def ask(address: str, question: str, max_tokens: int) -> str:
         )  # fmt: skip
         return answer.choices[0].message.content or ""
     body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.6, "seed": 0}
-    request = urllib.request.Request(
-        f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return str(json.load(response)["choices"][0]["message"]["content"])
+    answer = ApiClient(address, timeout_s=120).call("/v1/chat/completions", body)
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def wait_for_interrupt(address: str, console: Console) -> None:

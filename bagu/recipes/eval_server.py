@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from bagu.errors import BaguError
 from bagu.eval.model import Decoding, Message
+from bagu.serve.api_client import ApiClient, Refused
 
-__all__ = ["Api", "Refused", "ServerModel"]
+__all__ = ["TIMEOUT_S", "ServerModel", "chat_texts"]
 
 TIMEOUT_S = 3600.0
 SERVER_MAX_LEN = 2048  # tokens, of a server that does not report its model's
@@ -24,83 +23,28 @@ MAX_WAITS = 120  # seconds to wait while the queue is full
 SIZE_STATUSES = (413, 429, 504)  # body too large, queue full, timeout of a proxy: fewer prompts may pass
 
 
-class Refused(BaguError):
-    """A response with an error status."""
-
-    def __init__(self, url: str, status: int, body: str) -> None:
-        super().__init__(f"{url} answered {status}: {body[:200]}")
-        self.status, self.body = status, body
-
-    @property
-    def smaller_may_pass(self) -> bool:
-        """Whether the same call with fewer prompts may succeed. bagu's server names `n` if they never fit its queue."""
-        return self.status in SIZE_STATUSES or (self.status == 400 and self._param() == "n")
-
-    def _param(self) -> Any:
-        """The field that an error in OpenAI's format names."""
+def chat_texts(api: ApiClient, body: Mapping[str, Any]) -> list[str]:
+    """The texts of all choices of a chat completion. Waits while the server's queue is full."""
+    waits = 0
+    while True:
         try:
-            return json.loads(self.body)["error"]["param"]
-        except (ValueError, KeyError, TypeError):
-            return None
-
-
-class Api:
-    """Calls to a server. Every failure is a BaguError of one sentence."""
-
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-
-    def models(self) -> list[dict[str, Any]]:
-        answer = self.call("/v1/models")
-        if not isinstance(answer, dict) or not answer.get("data"):
-            raise BaguError(f"{self.url}/v1/models lists no model", hint="name a server with OpenAI's API")
-        return list(answer["data"])
-
-    def first_model(self) -> str:
-        return str(self.models()[0].get("id", ""))
-
-    def call(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps({k: v for k, v in body.items() if v is not None}).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            raise Refused(f"{self.url}{path}", error.code, error.read().decode(errors="replace")) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise BaguError(
-                f"{self.url} cannot be reached: {error}", hint="is it running? `bagu serve MODEL`"
-            ) from error
-        except ValueError as error:
-            raise BaguError(f"{self.url}{path} answered no JSON", hint="name a server with OpenAI's API") from error
-
-    def chat(self, body: Mapping[str, Any]) -> list[str]:
-        """The texts of all choices of a chat completion. Waits while the server's queue is full."""
-        for waited in range(MAX_WAITS + 1):
-            try:
-                answer = self.call("/v1/chat/completions", body)
-                break
-            except Refused as error:
-                if error.status != 429 or waited == MAX_WAITS:
-                    raise
-                time.sleep(1.0)
-        try:
-            choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
-            return [str(choice["message"]["content"] or "") for choice in choices]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise BaguError(f"{self.url} answered without a message", hint="is it OpenAI's chat API?") from error
+            with api.response("/v1/chat/completions", body) as response:
+                choices = sorted(json.load(response)["choices"], key=lambda choice: choice.get("index", 0))
+                return [str(choice["message"]["content"] or "") for choice in choices]
+        except Refused as error:
+            if error.status != 429 or waits == MAX_WAITS:
+                raise
+        waits += 1
+        time.sleep(1.0)
 
 
 class ServerModel:
     """A server with OpenAI's API and vLLM's `/tokenize` and `prompt_logprobs`: bagu's, or vLLM itself."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.api = Api(url, api_key=api_key)
-        first = self.api.models()[0]
-        self.name = str(first["id"])
+        self.api = ApiClient(url, api_key=api_key, timeout_s=TIMEOUT_S)
+        first = self.api.first_model()
+        self.name: str = first["id"]
         self.max_len = int(first.get("max_model_len") or SERVER_MAX_LEN)
         self._tokens: dict[str, list[int]] = {}  # cache of tokenized texts: contexts repeat
 
@@ -136,7 +80,7 @@ class ServerModel:
         settings = {"model": self.name, **_sampling(decoding)}
         bodies = [{**settings, "messages": [dict(m) for m in messages]} for messages in chats]
         with ThreadPoolExecutor(CHATS_AT_ONCE) as pool:
-            return list(pool.map(self.api.chat, bodies))
+            return list(pool.map(partial(chat_texts, self.api), bodies))
 
     def _complete(self, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The choices of all prompts in order. A call that may be too large for the server or its queue is halved."""
@@ -147,7 +91,7 @@ class ServerModel:
             try:
                 answer = self.api.call("/v1/completions", {"model": self.name, "prompt": asked, **settings})
             except Refused as error:
-                if size > 1 and error.smaller_may_pass:
+                if size > 1 and _smaller_may_pass(error):
                     size //= 2
                 elif error.status == 429 and waits < MAX_WAITS:
                     waits += 1
@@ -160,9 +104,15 @@ class ServerModel:
         return found
 
 
+def _smaller_may_pass(error: Refused) -> bool:
+    """Whether the same call with fewer prompts may succeed. bagu's server names `n` if they never fit its queue."""
+    return error.status in SIZE_STATUSES or (error.status == 400 and error.param == "n")
+
+
 def _sampling(decoding: Decoding) -> dict[str, Any]:
-    """The fields of OpenAI's API."""
-    return {
+    """The fields of OpenAI's API; those without a value are left out."""
+    fields = {
         "max_tokens": decoding.max_tokens, "n": decoding.samples, "temperature": decoding.temperature,
         "seed": decoding.seed, "stop": list(decoding.stop) or None,
     }  # fmt: skip
+    return {name: value for name, value in fields.items() if value is not None}

@@ -12,7 +12,8 @@ from bagu.errors import BaguError
 from bagu.eval.judge import Judge
 from bagu.eval.model import Decoding
 from bagu.recipes.eval_models import EngineModel, model_of
-from bagu.recipes.eval_server import Api
+from bagu.recipes.eval_server import TIMEOUT_S, chat_texts
+from bagu.serve.api_client import ApiClient
 
 __all__ = ["EngineJudge", "ServerJudge", "judge_of"]
 
@@ -51,8 +52,8 @@ class ServerJudge:
     """A model behind /v1/chat/completions."""
 
     def __init__(self, url: str, model: str | None, *, api_key: str | None) -> None:
-        self.api = Api(url, api_key=api_key)
-        self.name = model or self.api.first_model()
+        self.api = ApiClient(url, api_key=api_key, timeout_s=TIMEOUT_S)
+        self.name: str = model or self.api.first_model()["id"]
 
     def ask(self, questions: Sequence[str]) -> list[str]:
         with ThreadPoolExecutor(CALLS) as pool:
@@ -61,7 +62,7 @@ class ServerJudge:
     def _answer(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
         body = {"model": self.name, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        answers = self.api.chat(body)
+        answers = chat_texts(self.api, body)
         if not answers:
             raise BaguError(f"{self.api.url} answered without a message", hint="is it OpenAI's chat API?")
         return answers[0]

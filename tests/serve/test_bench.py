@@ -306,7 +306,7 @@ def test_failures_are_counted_and_told(tiny: Running, tmp_path: Path, capsys: py
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BaguError, match="cannot read"):
+    with pytest.raises(BaguError, match="cannot be reached"):
         bench_serve.main("http://127.0.0.1:9", out=tmp_path)
     with pytest.raises(ArgumentError, match="not the URL"):
         bench_serve.main("127.0.0.1", out=tmp_path)

@@ -16,8 +16,9 @@ from bagu.eval.model import Decoding
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
 from bagu.recipes.eval_models import EngineModel
-from bagu.recipes.eval_server import Refused, ServerModel
+from bagu.recipes.eval_server import ServerModel
 from bagu.recipes.judges import EngineJudge, ServerJudge
+from bagu.serve.api_client import ApiClient, Refused
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from tests.json_handler import JsonHandler
@@ -140,6 +141,14 @@ def test_a_judge_behind_a_server_answers_as_the_same_model_here(tiny: Running) -
     assert there.ask(questions) == here.ask(questions)
     with pytest.raises(BaguError, match="answered 401"):
         ServerJudge(tiny.url, None, api_key="wrong")
+
+
+def test_calls_go_through_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(ChatServer) as url:
+        monkeypatch.setenv("http_proxy", url)
+        assert ApiClient("http://model.invalid").first_model()["id"] == "fixed"
+        with pytest.raises(BaguError, match="cannot be reached"):
+            ApiClient("http://model.invalid", proxies={}).first_model()
 
 
 def test_a_server_that_is_down_is_named() -> None:

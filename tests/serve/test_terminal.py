@@ -128,7 +128,7 @@ def test_errors_are_printed_and_the_session_continues(server: Stub) -> None:
 def test_an_unreachable_server_and_a_missing_key_are_errors(server: Stub) -> None:
     with pytest.raises(BaguError, match="cannot be reached"):
         HttpChat("http://127.0.0.1:1")
-    with pytest.raises(ArgumentError, match="not the address"):
+    with pytest.raises(ArgumentError, match="not the URL"):
         HttpChat("runs/demo")
     server.key = "secret"
     with pytest.raises(BaguError, match="answered 401"):
@@ -162,7 +162,7 @@ def test_an_interrupted_stream_is_an_error() -> None:
         with pytest.raises(BaguError, match="within the answer"):
             list(chat.answer([{"role": "user", "content": "a"}], {}))
         server.join()
-    with pytest.raises(ArgumentError, match="not a URL"):
+    with pytest.raises(ArgumentError, match="not the URL"):
         HttpChat("http://127.0.0.1:abc")
 
 

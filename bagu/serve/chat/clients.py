@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 from bagu.errors import ArgumentError, BaguError
+from bagu.serve.api_client import ApiClient
 from bagu.serve.request import Sampling
 from bagu.types import Generate
 
@@ -18,7 +16,6 @@ __all__ = ["Chat", "EngineChat", "HttpChat", "Message", "Piece", "Settings", "sa
 
 Message = Mapping[str, str]  # role and content
 Settings = Mapping[str, float | int]  # fields of Sampling by name
-TIMEOUT_S = 600.0  # per read: the prefill of a long prompt on a CPU takes minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +69,8 @@ class HttpChat:
     """A server with the OpenAI API at `url`, e.g. http://127.0.0.1:8000; `model` defaults to its first model."""
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if urlsplit(self.url).scheme not in ("http", "https"):
-            raise ArgumentError(f"{url!r} is not the address of a server", hint="e.g. http://127.0.0.1:8000")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self.name = model or self._first_model()
+        self._client = ApiClient(url, api_key=api_key)
+        self.name: str = model or self._client.first_model()["id"]
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         body = {
@@ -86,7 +78,7 @@ class HttpChat:
             **settings,
         }  # fmt: skip
         counted, thinking = 0, False  # tokens of the pieces so far; the last piece was reasoning
-        with self._call("POST", "/v1/chat/completions", body) as response:
+        with self._client.response("/v1/chat/completions", body) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
@@ -105,34 +97,6 @@ class HttpChat:
                     counted = total
             raise BaguError("the server closed the connection within the answer", hint="use /retry to ask again")
 
-    def _first_model(self) -> str:
-        with self._call("GET", "/v1/models") as response:
-            return str(json.load(response)["data"][0]["id"])
-
-    @contextlib.contextmanager
-    def _call(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        """The response, to read inside the block. Every failure there is a BaguError."""
-        where = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-        try:
-            connection = kind(where.netloc, timeout=TIMEOUT_S)
-        except http.client.InvalidURL as error:
-            raise ArgumentError(f"{self.url!r} is not a URL: {error}", hint="e.g. http://127.0.0.1:8000") from error
-        try:
-            connection.request(method, where.path + path, None if body is None else json.dumps(body), self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise BaguError(f"{self.url} answered {response.status}: {_message(response.read())}")
-            yield response
-        except (OSError, http.client.HTTPException) as error:
-            hint = "check that the server is running; `bagu serve MODEL` starts one"
-            raise BaguError(f"{self.url} cannot be reached: {error or type(error).__name__}", hint=hint) from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # not JSON, or without a field
-            hint = "name a server with OpenAI's API, e.g. http://127.0.0.1:8000"
-            raise BaguError(f"{self.url}{path} did not answer as OpenAI's API does: {error!r}", hint=hint) from error
-        finally:
-            connection.close()  # the server then aborts the request
-
 
 def _text(delta: Mapping[str, Any], thinking: bool) -> tuple[str, bool]:
     """The text of a delta, and whether it is reasoning. Servers send reasoning in a field of its own; it is shown in
@@ -143,14 +107,6 @@ def _text(delta: Mapping[str, Any], thinking: bool) -> tuple[str, bool]:
     if content and thinking:
         return f"\n</think>\n\n{content}", False
     return content, thinking
-
-
-def _message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape; for any other body, its text."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:300].decode(errors="replace")
 
 
 def sampling_of(settings: Settings) -> Sampling:
