@@ -16,9 +16,9 @@ from bagu.bench.eager_peer import EAGER, check_eager, eager_row
 from bagu.bench.engine_peers import PEERS, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
 from bagu.bench.harness import RESULTS, Rows, check_peers, table
-from bagu.bench.known_text import Text, counts_upwards
+from bagu.bench.known_text import counts_upwards
 from bagu.bench.llama_cpp_peer import LLAMA_CPP, check_llama_cpp, llama_cpp_row
-from bagu.bench.workload import Lengths, Workload
+from bagu.bench.workload import Workload
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
@@ -37,79 +37,45 @@ __all__ = ["SHAPES", "main"]
 
 PLAIN, BASE = "bagu without drafts", "bagu without adapters"
 LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
-
-
 SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on the values
 
 
 def main(
-    shape: str | None = None,
+    case: Case,
+    config: EngineConfig,
     *,
+    shape: str | None = None,
     load: Callable[[], tuple[Transformer, Any, Any]] | None = None,
     name: str | None = None,
-    requests: int | None = None,
-    inputs: str | None = None,
-    outputs: str | None = None,
-    shared_prefix: int = 0,
-    streams: Sequence[int] = (),
-    prompt: int = 64,
-    new: int = 128,
-    repeats: int = 3,
-    batch: int = 256,
-    max_num_batched_tokens: int | None = None,
-    speculative: bool = False,
-    speculative_tokens: int = 7,
-    text: Text | None = None,
-    adapters: int = 0,
-    adapter_rank: int = 16,
-    prefix_cache: bool = True,
-    quantization: str | None = None,
-    kv_dtype: str = "auto",
-    invariant: bool = False,
-    tp: int = 1,
     dtype: str | None = None,
     peers: Sequence[str] = (),
     peer_environ: Mapping[str, str] | None = None,
     rounds: int = 1,
-    seed: int = 0,
     device: str | None = None,
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
     """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to `out`.
 
-    The model is `shape` with random weights, or the result of `load`, with `name` in the rows. Without `requests`,
-    `inputs` and `outputs` the workload is nano-vllm's (256 requests, 100-1024 tokens in and out) on a GPU, and 32
-    requests of 16-128 tokens on a CPU. `batch` is the engine's max_num_seqs, and the padded batch size of the peer. A
-    peer that is a script runs in `peer_environ`, by default in the environment of this process.
+    The model is `shape` with random weights, or the result of `load`, with `name` in the rows. `config.max_num_seqs` is
+    also the padded batch size of the peer. A peer that is a script runs in `peer_environ`, by default in the
+    environment of this process.
 
-    `speculative` drafts by prompt lookup, and times the same engine without drafts in turn, as a peer. `text` is what
-    the streams generate: "edit" repeats the prompt with edits, "new" repeats nothing (known_text.py); it replaces some
+    With `config.speculative`, the same engine without drafts is timed in turn, as a peer. `case.text` is what the
+    streams generate: "edit" repeats the prompt with edits, "new" repeats nothing (known_text.py); it replaces some
     weights of the shape, so it has no model of `load`.
 
-    `adapters` random LoRA adapters of `adapter_rank` of all linear layers are loaded; the streams use them in turn.
-    The same engine without adapters is timed in turn, as a peer.
+    `case.adapters` random LoRA adapters of `config.max_adapter_rank` of all linear layers are loaded; the streams use
+    them in turn. The same engine without adapters is timed in turn, as a peer.
     """
     where = named_device(device)
-    gpu = where.type == "cuda"
-    if (requests is not None and requests < 1) or rounds < 1:
-        raise ArgumentError(f"{requests} requests, {rounds} rounds", hint="each must be 1 or more")
-    case = Case(
-        requests=requests or (256 if gpu else 32),
-        inputs=Lengths.parse(inputs or ("100-1024" if gpu else "16-128")),
-        outputs=Lengths.parse(outputs or ("100-1024" if gpu else "16-128")),
-        shared_prefix=shared_prefix, streams=tuple(streams), prompt=prompt, new=new, repeats=repeats, seed=seed,
-        text=text, adapters=adapters,
-    )  # fmt: skip
-    _check(case, peers, where, loaded=load is not None, speculative=speculative)
+    if rounds < 1:
+        raise ArgumentError(f"{rounds} rounds", hint="1 or more")
+    case, config = case.on(where), replace(config, max_adapters=case.adapters, seed=case.seed)
+    _check(case, peers, where, loaded=load is not None, speculative=config.speculative is not None)
     as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
-    make, name = _maker(shape or ("qwen3_0_6b" if gpu else "cpu_8m"), load, name, where, as_dtype, text)
-    config = EngineConfig(
-        max_num_seqs=batch, prefix_cache=prefix_cache, quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
-        invariant=invariant, max_num_batched_tokens=max_num_batched_tokens, seed=seed, tp=tp,
-        speculative="ngram" if speculative else None, speculative_tokens=speculative_tokens,
-        max_adapters=adapters, max_adapter_rank=adapter_rank,
-    )  # fmt: skip
+    shape = shape or ("qwen3_0_6b" if where.type == "cuda" else "cpu_8m")
+    make, name = _maker(shape, load, name, where, as_dtype, case)
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     common = {
         "system": "engine", "model": name, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
@@ -122,7 +88,7 @@ def main(
         rows.add(common | _row(who, m, where, s) for who, s, m in _bagu(model, config, case, turn))
         for peer in peers:
             if peer == LLAMA_CPP:
-                rows.add([common | llama_cpp_row(model, case, quantization, peer_environ)])
+                rows.add([common | llama_cpp_row(model, case, config.quantization, peer_environ)])
                 continue
             if peer == EAGER:
                 rows.add([common | eager_row(model, case)])
@@ -131,27 +97,17 @@ def main(
                 rows.add(common | row for row in scripted(Path(peer), peer_environ))
                 continue
             reset_device(where)
-            rows.add(
-                common | _row(peer, m, where, s) for s, m in _peer(peer, model, case, turn, batch, where, as_dtype)
-            )
+            measured = _peer(peer, model, case, turn, config.max_num_seqs, where, as_dtype)
+            rows.add(common | _row(peer, m, where, s) for s, m in measured)
     rows.finish(_table(f"{name}, {dtype or common['dtype']}, {where}: {case.words()}", rows.all))
     return 0
 
 
 def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bool, speculative: bool) -> None:
-    if case.adapters and (speculative or not case.streams):
-        raise ArgumentError("--adapters without --streams, or with --speculative", hint="add --streams 32 alone")
-    if (case.text is not None or speculative) and not case.streams:
-        raise ArgumentError("--text or --speculative without --streams", hint="they time decoding: add --streams 1")
+    if speculative and (case.adapters or not case.streams):
+        raise ArgumentError("--speculative with --adapters, or without --streams", hint="add --streams 1 alone")
     if case.text is not None and loaded:
         raise ArgumentError("--text with a model", hint="known text needs weights of its own: use --shape")
-    if case.text not in (None, "edit", "new"):
-        raise UnknownName.among("text", case.text, ("edit", "new"))
-    if case.repeats < 1 or any(s < 1 for s in case.streams) or case.prompt < 1 or case.new < 1:
-        raise ArgumentError(
-            f"streams {list(case.streams)}, prompt {case.prompt}, new {case.new}, repeats {case.repeats}",
-            hint="each must be 1 or more",
-        )
     check_peers(peers, [*PEERS, LLAMA_CPP, EAGER])
     if EAGER in peers:
         check_eager(case, device)
@@ -163,7 +119,7 @@ def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bo
 
 def _maker(
     shape: str, load: Callable[[], tuple[Transformer, Any, Any]] | None, name: str | None, device: torch.device,
-    dtype: torch.dtype, text: Text | None,
+    dtype: torch.dtype, case: Case,
 ) -> tuple[Callable[[], Transformer], str]:  # fmt: skip
     """A function that creates the model, and its name in the rows."""
     if load is not None:
@@ -171,7 +127,7 @@ def _maker(
         return lambda: loaded, name or "loaded"
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
-    if text is not None:  # a head of its own
+    if case.text is not None:  # a head of its own
         config = replace(preset(shape), tie_embeddings=False)
         return lambda: counts_upwards(init_weights(Transformer(config, device=device, dtype=dtype), 0)), shape
     return lambda: init_weights(Transformer(preset(shape), device=device, dtype=dtype), 0), shape

@@ -14,12 +14,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
 
 from bagu.bench.known_text import Text, known_workload
 from bagu.bench.workload import TEMPERATURE, Lengths, Workload, random_workload, streams_workload
-from bagu.errors import BaguError
+from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
 
@@ -38,11 +40,14 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The measurement. `streams` empty: throughput of `requests`; else the decode rate at each number of streams."""
+    """The measurement. `streams` empty: throughput of `requests`; else the decode rate at each number of streams.
 
-    requests: int
-    inputs: Lengths
-    outputs: Lengths
+    `requests`, `inputs` and `outputs` None are chosen for the device by `on`.
+    """
+
+    requests: int | None = None
+    inputs: Lengths | None = None
+    outputs: Lengths | None = None
     shared_prefix: int = 0
     streams: tuple[int, ...] = ()
     prompt: int = 64
@@ -52,7 +57,29 @@ class Case:
     adapters: int = 0  # LoRA adapters; request i uses number i modulo this
     text: Text | None = None  # of the streams: known text that repeats or does not; None: random prompts
 
+    def __post_init__(self) -> None:
+        counts = [self.prompt, self.new, self.repeats, *self.streams]
+        if min(counts if self.requests is None else [*counts, self.requests]) < 1:
+            raise ArgumentError(
+                f"requests {self.requests}, streams {list(self.streams)}, prompt {self.prompt}, new {self.new}, "
+                f"repeats {self.repeats}",
+                hint="each must be 1 or more",
+            )
+        if self.text not in (None, *get_args(Text)):
+            raise UnknownName.among("text", str(self.text), get_args(Text))
+        if (self.text is not None or self.adapters) and not self.streams:
+            raise ArgumentError("--text or --adapters without --streams", hint="they time decoding: add --streams 1")
+
+    def on(self, device: torch.device) -> Case:
+        """The case on a device. What it leaves open is nano-vllm's workload on a GPU (256 requests, 100-1024 tokens in
+        and out), and 32 requests of 16-128 tokens on a CPU."""
+        requests, lengths = (256, Lengths(100, 1024)) if device.type == "cuda" else (32, Lengths(16, 128))
+        return replace(
+            self, requests=self.requests or requests, inputs=self.inputs or lengths, outputs=self.outputs or lengths
+        )
+
     def workload(self, vocab_size: int, repeat: int) -> Workload:
+        assert self.requests and self.inputs and self.outputs, "the case is on no device"
         return random_workload(
             self.requests, self.inputs, self.outputs, tokens=vocab_size, shared_prefix=self.shared_prefix,
             seed=self.seed + repeat,

@@ -115,16 +115,25 @@ def bench_engine(
     """Measure the offline throughput of the engine. The default workload on a GPU is nano-vllm's."""
     user_environ = wait_briefly()  # must run before torch is imported
     from bagu.bench import engine as part
+    from bagu.bench.engine_timing import Case
+    from bagu.bench.workload import Lengths
     from bagu.recipes.serve import Loader
+    from bagu.serve.config import EngineConfig
 
-    load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
+    case = Case(
+        requests=requests, inputs=Lengths.parse(inputs) if inputs else None, adapters=adapters,
+        outputs=Lengths.parse(outputs) if outputs else None, shared_prefix=shared_prefix,
+        streams=tuple(streams or ()), prompt=prompt, new=new, text=text,  # type: ignore[arg-type]
+    )  # fmt: skip
+    config = EngineConfig(
+        max_num_seqs=batch, max_adapter_rank=adapter_rank, prefix_cache=prefix_caching, invariant=invariant, tp=tp,
+        quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
+        speculative="ngram" if speculative else None, speculative_tokens=speculative_tokens,
+    )  # fmt: skip
     status = part.main(
-        shape, load=load, name=model, requests=requests, inputs=inputs, outputs=outputs,
-        shared_prefix=shared_prefix, streams=streams or (), prompt=prompt, new=new, speculative=speculative,
-        speculative_tokens=speculative_tokens, text=text, adapters=adapters,  # type: ignore[arg-type]
-        adapter_rank=adapter_rank, batch=batch, prefix_cache=prefix_caching,
-        quantization=quantization, kv_dtype=kv_dtype, invariant=invariant, tp=tp, dtype=dtype, peers=peer or (),
-        peer_environ=user_environ, rounds=rounds, device=device, out=out, as_json=as_json,
+        case, config, shape=shape, name=model, dtype=dtype, peers=peer or (), peer_environ=user_environ, rounds=rounds,
+        load=None if model is None else Loader(model=model, dtype=dtype or "auto", device=device), device=device,
+        out=out, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

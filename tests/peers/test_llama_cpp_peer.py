@@ -21,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))
 from test_gguf import logits, model_of  # noqa: E402
 
 from bagu.bench import engine as bench_engine  # noqa: E402
+from bagu.bench.engine_timing import Case  # noqa: E402
 from bagu.data.chat_template import DEFAULT_TEMPLATE  # noqa: E402
 from bagu.data.tokenizer import BpeTokenizer  # noqa: E402
 from bagu.nn.linear import Linear  # noqa: E402
 from bagu.nn.weights import from_pretrained  # noqa: E402
 from bagu.recipes.models import save_as_gguf  # noqa: E402
+from bagu.serve.config import EngineConfig, Quantization  # noqa: E402
 
 IDS = [i * 7 % 96 for i in range(40)]
 TEXT = (
@@ -90,11 +92,12 @@ def test_transformers_reads_the_same_weights(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization, kind", [("int8", "q8_0"), ("int4", "q4_0")])
-def test_bench_engine_runs_llama_cpp_beside_bagu(quantization: str, kind: str, tmp_path: Path) -> None:
+def test_bench_engine_runs_llama_cpp_beside_bagu(quantization: Quantization, kind: str, tmp_path: Path) -> None:
     model = model_of("llama")
     bench_engine.main(
-        load=lambda: (model, None, None), name="small", streams=(1,), prompt=8, new=6, repeats=2, batch=2,
-        quantization=quantization, dtype="fp32", peers=["llama.cpp"], out=tmp_path / "out", device="cpu",
+        Case(streams=(1,), prompt=8, new=6, repeats=2), EngineConfig(max_num_seqs=2, quantization=quantization),
+        load=lambda: (model, None, None), name="small", dtype="fp32", peers=["llama.cpp"], out=tmp_path / "out",
+        device="cpu",
     )  # fmt: skip
     (file,) = (tmp_path / "out").rglob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]

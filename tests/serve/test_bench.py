@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from bagu.bench.serve_plot import draw
 from bagu.bench.workload import Lengths, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.runs.record import read_rows
+from bagu.serve.config import EngineConfig
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -95,9 +97,7 @@ def test_shared_prefixes_are_hit() -> None:
 def test_streams_time_the_decode_alone() -> None:
     """The prompts of two streams take several steps; what they and the first tokens took is not in the rate."""
     engine = small_engine(small_model(), max_num_batched_tokens=16)
-    case = Case(
-        requests=1, inputs=Lengths(1, 1), outputs=Lengths(1, 1), streams=(1, 2), prompt=20, new=8, repeats=1
-    )  # fmt: skip
+    case = Case(streams=(1, 2), prompt=20, new=8, repeats=1)
     (one, alone), (two, both) = measure_streams(engine, case)
     assert (one, two) == (1, 2)
     assert alone.output_tokens == alone.facts["steps"] == 8
@@ -109,8 +109,8 @@ def test_bench_engine_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     peer.write_text('print("noise"); print(\'{"what": "peer, 2 streams", "tokens_per_s": 10}\')\n')
     model = small_model()
     code = bench_engine.main(
-        load=lambda: (model, None, None), name="small", streams=(2,), prompt=4, new=4, repeats=1, batch=4,
-        peers=[str(peer)], rounds=2, out=tmp_path / "out", device="cpu",
+        Case(streams=(2,), prompt=4, new=4, repeats=1), EngineConfig(max_num_seqs=4), load=lambda: (model, None, None),
+        name="small", peers=[str(peer)], rounds=2, out=tmp_path / "out", device="cpu",
     )  # fmt: skip
     rows = rows_of(tmp_path / "out")
     assert code == 0 and [r["implementation"] for r in rows] == ["bagu", "peer.py"] * 2
@@ -122,22 +122,22 @@ def test_bench_engine_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_bench_engine_times_adapters_against_the_base(tmp_path: Path) -> None:
     model = small_model()
     bench_engine.main(
-        load=lambda: (model, None, None), streams=(3,), prompt=4, new=4, repeats=1, batch=4, adapters=2, adapter_rank=2,
-        out=tmp_path, device="cpu",
+        Case(streams=(3,), prompt=4, new=4, repeats=1, adapters=2), EngineConfig(max_num_seqs=4, max_adapter_rank=2),
+        load=lambda: (model, None, None), out=tmp_path, device="cpu",
     )  # fmt: skip
     ours, base = rows_of(tmp_path)
     assert (ours["implementation"], base["implementation"]) == ("bagu", "bagu without adapters")
     assert ours["case"]["adapters"] == 2 and ours["output_tokens"] == base["output_tokens"] == 12
     with pytest.raises(ArgumentError, match="--adapters without --streams"):
-        bench_engine.main(adapters=2, out=tmp_path, device="cpu")
+        Case(adapters=2)
 
 
 def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     model = small_model()
     bench_engine.main(
-        load=lambda: (model, None, None), requests=5, inputs="3-6", outputs="2-4", batch=2, peers=["generate"],
-        out=tmp_path, device="cpu", as_json=True,
+        Case(requests=5, inputs=Lengths(3, 6), outputs=Lengths(2, 4)), EngineConfig(max_num_seqs=2),
+        load=lambda: (model, None, None), peers=["generate"], out=tmp_path, device="cpu", as_json=True,
     )  # fmt: skip
     bagu, peer = json.loads(capsys.readouterr().out)
     assert (bagu["implementation"], peer["implementation"]) == ("bagu", "generate")
@@ -147,26 +147,32 @@ def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys
 def test_bench_engine_times_prompts_beside_the_eager_forward(tmp_path: Path) -> None:
     model = small_model()
     bench_engine.main(
-        load=lambda: (model, None, None), name="small", streams=[1], prompt=12, new=2, repeats=1, batch=2,
-        peers=["eager"], rounds=2, out=tmp_path, device="cpu",
+        Case(streams=(1,), prompt=12, new=2, repeats=1), EngineConfig(max_num_seqs=2), name="small",
+        load=lambda: (model, None, None), peers=["eager"], rounds=2, out=tmp_path, device="cpu",
     )  # fmt: skip
     rows = rows_of(tmp_path)
     assert [r["implementation"] for r in rows] == ["bagu", "eager"] * 2, "they take turns"
     assert all(r["prompt_tokens_per_s"] > 0 for r in rows)
     assert rows[1]["prompt_tokens_per_s"] == pytest.approx(12 * rows[1]["tokens_per_s"])
     with pytest.raises(ArgumentError, match="eager measures one prompt"):
-        bench_engine.main(peers=["eager"], streams=[4], out=tmp_path, device="cpu")
+        bench_engine.main(Case(streams=(4,)), EngineConfig(), peers=["eager"], out=tmp_path, device="cpu")
 
 
 def test_bench_engine_says_what_is_wrong(tmp_path: Path) -> None:
+    run = partial(bench_engine.main, out=tmp_path, device="cpu")
     with pytest.raises(UnknownName, match="shape"):
-        bench_engine.main("cpu_9m", out=tmp_path, device="cpu")
+        run(Case(), EngineConfig(), shape="cpu_9m")
     with pytest.raises(UnknownName, match="peer"):
-        bench_engine.main(peers=["generat"], out=tmp_path, device="cpu")
+        run(Case(), EngineConfig(), peers=["generat"])
     with pytest.raises(ArgumentError, match="streams"):
-        bench_engine.main(streams=(1,), peers=["generate"], out=tmp_path, device="cpu")
+        run(Case(streams=(1,)), EngineConfig(), peers=["generate"])
     with pytest.raises(ArgumentError, match="one stream on a CPU"):
-        bench_engine.main(peers=["llama.cpp"], out=tmp_path, device="cpu")
+        run(Case(), EngineConfig(), peers=["llama.cpp"])
+    with pytest.raises(ArgumentError, match="--speculative"):
+        run(Case(), EngineConfig(speculative="ngram"))
+    for wrong in ({"requests": 0}, {"streams": (0,)}, {"new": 0}):
+        with pytest.raises(ArgumentError, match="0"):
+            Case(**wrong)
     broken = tmp_path / "broken.py"
     broken.write_text('print(\'{"tokens_per_s": 1}\'); raise SystemExit("out of luck")\n')
     with pytest.raises(BaguError, match="out of luck"):
