@@ -48,10 +48,8 @@ def onnx_runner(model: nn.Module, x: torch.Tensor) -> Callable[[], Any] | None:
     threads.add_session_config_entry("session.intra_op.allow_spinning", "0")
     provider = "CUDAExecutionProvider" if x.is_cuda else "CPUExecutionProvider"
     try:
-        with (
-            warnings.catch_warnings(),
-            _quiet(logging.getLogger("torch.onnx")),
-        ):  # it names absent torchvision operators
+        # the exporter names absent torchvision operators
+        with warnings.catch_warnings(), _quiet(logging.getLogger("torch.onnx")):
             warnings.simplefilter("ignore")
             program = torch.onnx.export(model.eval(), (x,), dynamo=True, verbose=False)
             assert program is not None

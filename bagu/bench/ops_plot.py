@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-OURS = (
-    "#0072b2",
-    "#56b4e9",
-)  # blues; peers use the other colours of Okabe and Ito's colour-blind-safe palette
+# blues; peers use the other colours of Okabe and Ito's colour-blind-safe palette
+OURS = ("#0072b2", "#56b4e9")
 PEERS = ("#e69f00", "#d55e00", "#009e73", "#cc79a7")
 UNITS = {"memory": ("GB/s", "bytes", 1e9, "copy"), "compute": ("TFLOP/s", "flops", 1e12, "matmul")}
 

@@ -60,11 +60,8 @@ def _modelled(row: Row) -> bool:
     if row["system"] != "engine" or row["implementation"] != "bagu" or _gpu(row) not in CLUSTERS:
         return False
     engine, case = row["engine"], row["case"]
-    options = (
-        engine.get("kv_dtype", "auto"),
-        engine["quantization"],
-        engine.get("speculative"),
-    )  # newer than some rows
+    # kv_dtype and speculative are newer than some rows
+    options = (engine.get("kv_dtype", "auto"), engine["quantization"], engine.get("speculative"))
     together = row["streams"] is None and case["requests"] <= engine["max_num_seqs"] and not case["shared_prefix"]
     return (
         options == ("auto", None, None)

@@ -67,9 +67,8 @@ class StdlibSource:
             raise BaguError(f"this Python's library is not a folder of files: {self.folder}", hint=hint)
         paths: list[Path] = []
         for folder, subfolders, names in os.walk(self.folder):
-            subfolders[:] = [
-                name for name in subfolders if name not in skipped
-            ]  # site-packages has 10,000 files or more
+            # site-packages has 10,000 files or more
+            subfolders[:] = [name for name in subfolders if name not in skipped]
             paths += [Path(folder, name) for name in names if name.endswith(".py")]
         found = ((path.relative_to(self.folder).as_posix(), path) for path in paths if path.is_file())
         return sorted((name, path) for name, path in found if not BUILT.search(name))

@@ -146,14 +146,8 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         assert not set(self.mutates) & set(self.grads), f"{self.name}: an input that is changed has no gradient"
-        _ = (
-            self.sig,
-            self.differentiable,
-            self.made,
-            self.names,
-            self.first,
-            self.routes,
-        )  # parse now: a first call under torch.compile could not
+        # parse now: a first call under torch.compile could not
+        _ = (self.sig, self.differentiable, self.made, self.names, self.first, self.routes)
 
     @cached_property
     def sig(self) -> Signature:

@@ -62,9 +62,8 @@ class TensorArg:
     dtype: str
     optional: bool
 
-    text: str = field(
-        init=False, compare=False
-    )  # as in a signature; formatted once, since torch.compile cannot format it in a message
+    # as in a signature; formatted once, since torch.compile cannot format it in a message
+    text: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         shown = [("*" + n if f == 0 else n if f == 1 and n else f"{f}*{n}" if n else str(f)) for f, n in self.dims]

@@ -102,9 +102,10 @@ class Pipeline:
 
         stages = [self._stage(i, module, tokens) for i, module in modules.items()]
         single = schedule in ("gpipe", "1f1b")
+        # the loss divides by the targets of the step, so gradients are sums
         self.schedule = CLASSES[schedule](
             stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False
-        )  # the loss divides by the targets of the step, so gradients are sums
+        )
 
     def _stage(self, number: int, module: Stage, tokens: int) -> RecordedStage:
         from bagu.parallel.recorded_stage import RecordedStage

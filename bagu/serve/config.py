@@ -71,16 +71,14 @@ class EngineConfig:
     block_size: int | None = None  # positions per KV block; None: chosen in kv/pool.py
     num_blocks: int | None = None  # KV blocks of the pool; None: as many as fit `kv_memory` or the GPU's memory
     kv_memory: int | None = None  # bytes of the KV pool, with tp > 1 of each rank; None: chosen in kv/pool.py
-    kv_dtype: Literal["auto", "int8", "fp8"] = (
-        "auto"  # of the KV cache; auto: the model's; others have a scale per head
-    )
+    # of the KV cache; auto: the model's; others have a scale per head
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, KV pool and workspace
     memory_share: float | None = None  # fraction of the device's memory for this engine alone, beside other engines
     max_model_len: int | None = None  # None: the model's maximum, or the size of the pool if that is smaller
     tp: int = 1  # ranks that divide the model (tensor parallelism), each a process on this machine
-    device: str | None = (
-        None  # where the engine runs: cpu, cuda or auto (a GPU if there is one); None: where the model is
-    )
+    # where the engine runs: cpu, cuda or auto (a GPU if there is one); None: where the model is
+    device: str | None = None
     max_num_seqs: int = 256  # choices that run at the same time
     max_num_batched_tokens: int | None = None  # prefill and decode tokens per step; None: 2048 on a CPU, 16384 on a GPU
     prefix_cache: bool = True

@@ -26,9 +26,8 @@ from bagu.serve.request import TokenLogprob
 
 __all__ = ["Parameters", "RowLogprobs", "Upload", "argmax", "sample", "top_logprobs"]
 
-Upload = Callable[
-    ..., list[torch.Tensor]
-]  # int64 arrays to tensors on the device of the logits, without waiting for it
+# int64 arrays to tensors on the device of the logits, without waiting for it
+Upload = Callable[..., list[torch.Tensor]]
 
 
 class Parameters(NamedTuple):

@@ -150,9 +150,8 @@ class FlatParameters:
         self.device = next(iter(by_name.values())).device
         self.dtype, self.role_of = master_dtype(by_name.values()), role_of
         order = list(Role)
-        names = sorted(  # stable: model order
-            role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype), spread(n))
-        )
+        # stable: model order
+        names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype), spread(n)))
         segments, end = [], 0
         for (role, dtype), members in groupby(names, key=lambda n: (role_of[n], by_name[n].dtype)):
             start, slots = end, []

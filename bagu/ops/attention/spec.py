@@ -100,9 +100,8 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
             f"attention: window is {args['window']}, and a query sees at least itself",
             hint="window = 1 is the query's own key; None is no window",
         )
-    if (
-        args["scale"] is not None and not args["scale"] > 0
-    ):  # fused kernels assume that the largest product gives the largest score
+    # fused kernels assume that the largest product gives the largest score
+    if args["scale"] is not None and not args["scale"] > 0:
         raise ArgumentError(
             f"attention: scale is {args['scale']}, and a number above 0 is wanted", hint="None is 1 / sqrt(D)"
         )

@@ -74,9 +74,8 @@ def _backward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     m, n = row_ids(int64(tl.program_id(0)), BLOCK_M), columns(BLOCK_N, TAIL)
-    exists = masks(
-        m, n, M, N, False
-    )  # with a mask by row alone ptxas schedules 3 % slower code (H200, N 2,048 to 8,192)
+    # with a mask by row alone ptxas schedules 3 % slower code (H200, N 2,048 to 8,192)
+    exists = masks(m, n, M, N, False)
     top = tl.load(top_ptr + m, m < M, 0.0)
     r = 1.0 / tl.load(total_ptr + m, m < M, 1.0)
     dy = [v.to(ACC) for v in load_row(dy_ptr, m, n, exists, dy_stride)]

@@ -111,9 +111,10 @@ class _Head(torch.autograd.Function):
         hidden, weight, targets, lse = ctx.saved_tensors
         ignore_index, memory, kernels = ctx.rest
         needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
+        # the logits are computed again: by the forward's kernels, since exp(logit - lse) shows any difference
         dhidden, dweight = chunked.backward(
             douts[0], douts[1], hidden, weight, targets, lse, ignore_index, memory, needs, kernels
-        )  # the logits are computed again: by the forward's kernels, since exp(logit - lse) shows any difference
+        )
         return dhidden, dweight, None, None, None, None
 
 

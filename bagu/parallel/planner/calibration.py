@@ -21,9 +21,8 @@ class Calibration:
     interference: float = 0.256  # share of a hidden collective's time that it still costs: it takes SMs and bandwidth
     tp_hidden: float = 0.9  # share of tensor-parallel communication that overlapped kernels hide
     launch_us: float = 6.0  # host time per eager kernel launch
-    step_ms: float = (
-        64.6  # per step on more than one rank: ranks wait for the slowest and for the norm of the gradients
-    )
+    # per step on more than one rank: ranks wait for the slowest and for the norm of the gradients
+    step_ms: float = 64.6
 
 
 CALIBRATION = Calibration()

@@ -113,9 +113,8 @@ def _saved(workload: Workload, software: Software, layer: LayerCost) -> _Saved:
     unfused = software.attention == "unfused"
     qkv = H * config.head_dim + G * (config.head_dim + config.v_dim)
     out = H * config.v_dim
-    stream = {"bagu": 8, "compiled": 8, "megatron": 10 if unfused else 8, "eager": 16}[
-        stack
-    ]  # eager norms copy to fp32
+    # eager norms copy to fp32
+    stream = {"bagu": 8, "compiled": 8, "megatron": 10 if unfused else 8, "eager": 16}[stack]
     if stack == "eager":
         rotated = 2.0 * qkv  # RoPE's results beside its inputs
     elif stack == "bagu" and config.qk_norm:

@@ -101,9 +101,8 @@ class Metrics:
     prompt_tokens: int = 0
     engine_restarts: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
-    http: Counter[tuple[str, str, int, str]] = field(
-        default_factory=Counter
-    )  # (handler, method, status, version_label)
+    # by (handler, method, status, version_label)
+    http: Counter[tuple[str, str, int, str]] = field(default_factory=Counter)
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
     engine_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))

@@ -99,9 +99,8 @@ class Generation(Body):
         Word | Annotated[list[Word], Field(max_length=16)] | None,
         Field(description="a non-empty string, or a list of up to 16 of them"),
     ] = None
-    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = (
-        None  # ids outside the vocabulary have no effect
-    )
+    # ids outside the vocabulary have no effect
+    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = None
     seed: INT64 | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
     presence_penalty: Penalty | None = None

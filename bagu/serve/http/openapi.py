@@ -60,9 +60,8 @@ class Operation:
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
     guarded: bool = False  # needs the API key, if the server has one
-    needs: Literal["chat", "generation", "embedding", "scoring", "adapters"] | None = (
-        None  # capability that the model must have
-    )
+    # capability that the model must have
+    needs: Literal["chat", "generation", "embedding", "scoring", "adapters"] | None = None
 
     def is_offered(self, ready: Ready | None) -> bool:
         """Whether the model supports this route; True while the model is loading."""

@@ -45,9 +45,8 @@ class Batch(NamedTuple):
     max_context: int
     num_decodes: int  # number of leading sequences with one new token each
     decode_context: int  # max_context of the decodes
-    adapters: torch.Tensor | None = (
-        None  # [T] int64: slots of LoRA adapters (adapters/layers.py); None: no token has one
-    )
+    # [T] int64: slots of LoRA adapters (adapters/layers.py); None: no token has one
+    adapters: torch.Tensor | None = None
 
     def parts(self) -> list[Part]:
         """Split the sequences into attention calls. On a GPU decodes and prompts run different kernels, so they are

@@ -54,9 +54,8 @@ class Speculator:
         self.drafts_verified = 0  # slices with drafts
         self.drafted_tokens = 0
         self.accepted_tokens = 0
-        self._assumed = (
-            0.0 if proposer.free else 2.0
-        )  # a costly one is tried first, a free one shows it without a trial
+        # a costly proposer is tried first; a free one shows its acceptance without a trial
+        self._assumed = 0.0 if proposer.free else 2.0
         self._acceptance: dict[Sequence, Acceptance] = {}
         self._rests: dict[Sequence, _Rest] = {}
 

@@ -91,11 +91,9 @@ class Optimizer:
             "adamw": ("betas", "eps", "weight_decay"),
         }.get(kind, tuple(options))
         size = segment.stop - segment.start
+        # in the masters' dtype: exact in sums with them
         state = {
-            name: torch.zeros(
-                size, dtype=self.flat.dtype, device=self.flat.state_device
-            )  # exact in sums with the masters
-            for name in RULES[kind][1]
+            name: torch.zeros(size, dtype=self.flat.dtype, device=self.flat.state_device) for name in RULES[kind][1]
         }
         return _Part(segment=segment, kind=kind, options={n: options[n] for n in wanted}, state=state)
 
