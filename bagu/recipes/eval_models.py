@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from bagu.data.chat import ChatEncoder
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.eval.model import Decoding, Message, Model
 from bagu.nn.digest import digest_of
 from bagu.nn.model import Transformer
 from bagu.recipes.eval_server import ServerModel
+from bagu.recipes.loader import Loader
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.types import Tokenizer
 
-__all__ = ["EngineModel", "eval_engine", "model_of"]
+__all__ = ["EngineModel", "eval_engine", "load_causal", "model_of"]
 
 # Positions per KV block. The choices of an item share the full blocks of their prompt, so small blocks share more: 84 %
 # of the prefill speed with 4 positions, 80 % with 8. On a GPU the engine's own size is used.
@@ -68,6 +70,15 @@ class EngineModel:
         return self.generate([self.encode_chat(messages) for messages in chats], decoding)
 
 
+def load_causal(loader: Loader) -> tuple[Transformer, BpeTokenizer, ChatEncoder | None]:
+    loaded, words, chat = loader()
+    if not loaded.config.causal:
+        raise BaguError(
+            f"{loader.model} is an encoder: it gives no probability of the next token", hint="name a causal model"
+        )
+    return loaded, words, chat
+
+
 def model_of(
     model: str,
     *,
@@ -85,11 +96,7 @@ def model_of(
                 "--tokenizer, --device, --dtype, --quantization and --invariant are the server's to choose"
             )
         return ServerModel(model, api_key=api_key), {"url": model}
-    from bagu.recipes.serve import Loader
-
-    loaded, words, chat = Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device)()
-    if not loaded.config.causal:
-        raise BaguError(f"{model} is an encoder: it gives no probability of the next token", hint="name a causal model")
+    loaded, words, chat = load_causal(Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device))
     weight = loaded.embedding.weight
     identity = {
         "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": digest_of(loaded.state_dict()),

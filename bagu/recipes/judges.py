@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from bagu.errors import BaguError
 from bagu.eval.judge import Judge
 from bagu.eval.model import Decoding
-from bagu.recipes.eval_models import EngineModel, model_of
+from bagu.recipes.eval_models import EngineModel, eval_engine, load_causal
 from bagu.recipes.eval_server import TIMEOUT_S, chat_texts
+from bagu.recipes.loader import Loader
 from bagu.serve.api_client import ApiClient
 
 __all__ = ["EngineJudge", "ServerJudge", "judge_of"]
@@ -26,9 +28,8 @@ def judge_of(name: str, *, api_key: str | None, device: str | None) -> Judge:
     if name.startswith(("http://", "https://")):
         url, _, model = name.partition("#")
         return ServerJudge(url, model or None, api_key=api_key)
-    found, _ = model_of(name, tokenizer=None, dtype="auto", device=device, invariant=False, api_key=None)
-    assert isinstance(found, EngineModel)
-    return EngineJudge(found)
+    loaded, words, chat = load_causal(Loader(model=name, device=device))
+    return EngineJudge(EngineModel(eval_engine(loaded, words), words, chat, Path(name).resolve().name))
 
 
 class EngineJudge:

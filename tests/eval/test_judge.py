@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from bagu import cli
 from bagu.errors import BaguError
 from bagu.eval.judge import read_grade
+from bagu.recipes.judges import judge_of
 from bagu.recipes.models import save_model
 from tests.eval.real_model import tokenizer, transformer
 from tests.json_handler import JsonHandler
@@ -105,6 +106,12 @@ def test_grades_come_from_the_judge_and_missing_ones_are_counted(model: Path, ta
     assert (found["mean"], found["items"], result["ungraded"]) == (pytest.approx(0.4), 9, 3)
     same = json.loads(run("--compare", out, out, "--json"))
     assert same[0]["a"]["items"] == 9
+
+
+def test_a_folder_is_a_judge_and_its_weights_are_not_hashed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bagu.recipes.eval_models.digest_of", None)
+    judge = judge_of(str(model), api_key=None, device="cpu")
+    assert judge.name == model.name and len(judge.ask(["Is this good?"])) == 1
 
 
 def test_results_of_another_judge_are_not_mixed(model: Path, task: Path, judge: str) -> None:
