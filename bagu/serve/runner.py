@@ -188,9 +188,8 @@ class Runner(StepInputs):
         self.adapters.install(slot, adapter)
         if self.low_rank is not None:
             self.low_rank.forget(slot)
-        if (
-            self.graphs is not None and self.model is not None and not self.graphs.reads(self.model)
-        ):  # a stack has grown
+        # a stack has grown
+        if self.graphs is not None and self.model is not None and not self.graphs.reads(self.model):
             self.graphs = self.decode = self.new_graphs()
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:

@@ -207,9 +207,8 @@ class GrammarCompiler:
         self.compile_s = 0.0
         self._tokens: Any = None
         self._tokens_lock, self._lock = threading.Lock(), threading.Lock()  # of `_tokens`; of `_results`
-        self._results: OrderedDict[Grammar, list[Any] | Unservable] = (
-            OrderedDict()
-        )  # a matcher of each lexer, or why not
+        # a matcher of each lexer, or why there is none
+        self._results: OrderedDict[Grammar, list[Any] | Unservable] = OrderedDict()
         self._turns = count()
 
     @cached_property
