@@ -34,8 +34,9 @@ def _shape(args: Mapping[str, Any]) -> Shape:
 
 def _cudnn_is_faster(args: Mapping[str, Any]) -> bool:
     q, v, shape = args["q"], args["v"], _shape(args)
-    equal = uniform(q.shape[0], args["cu_seqlens"], args["max_len"])
-    return equal and cuda.fits(q, v, shape) and cuda.prefers_equal(q, v, shape)
+    length = args["max_len"]
+    equal = uniform(q.shape[0], args["cu_seqlens"], length)
+    return equal and cuda.fits(q, v, shape) and cuda.prefers_equal(q, v, shape, length)
 
 
 def _not_measured(args: Mapping[str, Any]) -> bool:

@@ -28,11 +28,12 @@ def fits(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
     )
 
 
-def prefers_equal(q: torch.Tensor, v: torch.Tensor, shape: Shape) -> bool:
-    """Whether cuDNN should run segments of one length. Its backward is not guaranteed to be deterministic."""
+def prefers_equal(q: torch.Tensor, v: torch.Tensor, shape: Shape, length: int) -> bool:
+    """Whether cuDNN should run segments of one length. Its backward is not guaranteed to be deterministic, and refuses
+    segments of one token."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     narrow = all(x.shape[-1] % 8 == 0 and x.shape[-1] <= CUDNN_WIDEST for x in (q, v))
-    return shape.plain and narrow and not strict and hopper(q.device.index or 0)
+    return length > 1 and shape.plain and narrow and not strict and hopper(q.device.index or 0)
 
 
 @constant

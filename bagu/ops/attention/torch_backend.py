@@ -43,7 +43,7 @@ def path(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: in
     if plain and q.device.type == "cpu":
         return Path.CPU_EQUAL if same else Path.CPU_RAGGED
     if plain and q.device.type == "cuda" and q.shape[0] > 0 and cuda.fits(q, v, shape):
-        return Path.CUDA_EQUAL if same and cuda.prefers_equal(q, v, shape) else Path.CUDA_PACKED
+        return Path.CUDA_EQUAL if same and cuda.prefers_equal(q, v, shape, max_len) else Path.CUDA_PACKED
     return Path.DENSE_EQUAL if same else Path.DENSE_RAGGED
 
 

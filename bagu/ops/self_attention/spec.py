@@ -98,7 +98,8 @@ SPEC = OpSpec(
     nonempty=("K", "N"),
     unsupported=unsupported,
     ulps=2,  # q, k, v and the weights of the values are rounded before the products that read them; 1.3 measured
-    ulps_of={"dx": 4, "dw_in": 4, "db_in": 4},  # after three more roundings; 2.7, 3.1 and 2.6 measured
+    # after three more roundings; 2.7, 4.5 (x86, in bf16) and 2.6 measured
+    ulps_of={"dx": 4, "dw_in": 6, "db_in": 4},
     independent=("B",),
     prefer_torch=(many_rows("w_in", runs="cuBLAS and cuDNN"),),
     cases=[
