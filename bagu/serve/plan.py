@@ -30,7 +30,7 @@ class Sequence:
     __slots__ = (
         "adapter", "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index",
         "keys", "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
-        "skipped", "started", "stops", "table", "table_row", "tokens",
+        "started", "stops", "table", "table_row", "takes_turns", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -45,10 +45,10 @@ class Sequence:
         self.end = max(self.num_prompt + sampling.max_tokens - 1, 1)  # KV positions: the last token needs none
         self.draws = sampling.max_tokens > 0
         self.stops = stops
+        self.takes_turns = False  # it is planned in every second plan, when all its tokens are known
         self.planned = 0  # positions computed or in a plan in flight
         self.computed = 0  # positions whose KV is computed
         self.pending = 0  # tokens that plans in flight will sample
-        self.skipped = 0  # samples of plans in flight that are ignored: the grammar forces these tokens
         self.late_at = 0  # index of the pending token among the samples of the last plan
         self.in_flight = 0  # plans in flight that use this sequence's blocks
         self.finished = False
@@ -157,6 +157,10 @@ class PlanBuilder:
     short: list[Slice] = field(default_factory=list)  # a few tokens of an output
     chunks: list[Slice] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.decodes or self.short or self.chunks)
 
     def finish(self, number: int, table_writes: list[tuple[int, int, int]]) -> Plan:
         """Flatten the slices into a plan, and mark their sequences as planned."""

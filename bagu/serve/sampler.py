@@ -8,7 +8,7 @@ the trainer's, ops.linear_cross_entropy (with int8 weights from the int8 logits)
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -99,8 +99,7 @@ class Sampler:
             group.discard(request_id)
 
     def cancel(self, plan: Plan) -> None:
-        """Drop the prompt logprobs and masks of a plan that will not be committed."""
-        self.masks.discard()
+        """Drop the prompt logprobs of a plan that will not be committed."""
         for piece in plan.slices:
             sequence = piece.sequence
             if sequence.scores and not sequence.finished:
@@ -120,11 +119,10 @@ class Sampler:
         """Let the grammars consume the tokens that a plan sampled; returns the tokens that must follow them."""
         return self.masks.advance(plan, tokens) if self.masks else {}
 
-    def start_masks(self, plan: Plan, skipped: Collection[Sequence] = ()) -> None:
-        """Begin to compute the masks of constrained requests, while the plan runs. The samples of the sequences
-        `skipped` are not used."""
+    def start_masks(self, plan: Plan) -> None:
+        """Begin to compute the next masks of the constrained sequences of a plan, unless they are begun."""
         if self.masks:
-            self.masks.start(plan, skipped)
+            self.masks.start(plan.sampled)
 
     def sample(self, plan: Plan, step: RunnerOutput) -> SamplerOutput:
         """Sample a token for each of `plan.sampled`, and compute the prompt logprobs that requests ask for. The token

@@ -28,7 +28,8 @@ Drafts take available blocks and preempt no sequence. A block is registered in t
 fill it are sampled, so a rejected draft is never in it: its position is written again by the sampled token.
 
 With a grammar, tokens may be forced: only they can follow the sampled one (constrain/masks.py). They are appended at
-once, and computed together by the next plan. If a plan in flight samples the first of them, that sample is skipped.
+once, and computed together by the next plan. If steps overlap, sequences with a grammar take turns: half of them are in
+one plan, half in the next. So all their tokens are known when they are planned, and their masks have two steps of time.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Scheduler(SequenceQueues):
         super().__init__(config, blocks, speculator)
         self._step_tokens = config.max_num_batched_tokens  # lower after a step that ran out of memory
         self._number = count()
+        self._turn = 0  # the sequences with a grammar in even or in odd rows
 
     def plan(self) -> Plan | None:
         """The next step; None if there is nothing to run, or a plan in flight must be committed first.
@@ -68,10 +70,15 @@ class Scheduler(SequenceQueues):
         builder = PlanBuilder()
         spare = self._step_tokens - len(self.running)
         preempted = self.preemptions
-        spare = self._advance(builder, spare, self._drafts(spare))
+        drafts = self._drafts(spare)
+        self._turn ^= 1
+        spare = self._advance(builder, spare, drafts)
+        if builder.empty:
+            self._turn ^= 1
+            spare = self._advance(builder, spare, drafts)
         if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
             self._admit(builder, spare)
-        if not builder.decodes and not builder.short and not builder.chunks:
+        if builder.empty:
             return None
         writes, self._writes = self._writes, []
         plan = builder.finish(next(self._number), writes)
@@ -100,9 +107,6 @@ class Scheduler(SequenceQueues):
         events = [event for piece in plan.slices if (event := self._commit_slice(piece)) is not None]
         rejected: Sequence | None = None
         for i, (sequence, token, draft) in enumerate(zip(plan.sampled, tokens, plan.next_drafts, strict=True)):
-            if sequence.skipped:
-                sequence.skipped -= 1
-                continue
             sequence.pending -= 1
             if sequence.finished or sequence is rejected:
                 continue
@@ -122,10 +126,7 @@ class Scheduler(SequenceQueues):
         while self.in_flight:
             plan = self.in_flight.popleft()
             for sequence in plan.sampled:
-                if sequence.skipped:
-                    sequence.skipped -= 1
-                else:
-                    sequence.pending -= 1
+                sequence.pending -= 1
             for piece in plan.slices:
                 piece.sequence.in_flight -= 1
                 if piece.sequence.finished and not piece.sequence.in_flight:
@@ -161,6 +162,8 @@ class Scheduler(SequenceQueues):
             sequence = running[i]
             i += 1
             start, known = sequence.planned, len(sequence.tokens) + sequence.pending
+            if sequence.takes_turns and start >= sequence.num_prompt and self._waits(sequence):
+                continue
             todo = (known if known < sequence.end else sequence.end) - start
             if todo <= 0 or (sequence.forks and sequence.pending):  # the last token is in flight, or the fork is
                 continue
@@ -180,6 +183,10 @@ class Scheduler(SequenceQueues):
             spare -= length - 1
             self._add_slice(builder, table, Slice(sequence, start, length, samples, drafted))
         return spare
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether a sequence that takes turns is not in this plan."""
+        return sequence.pending > 0 or sequence.table_row & 1 != self._turn
 
     def _add_slice(self, builder: PlanBuilder, table: Table, piece: Slice) -> None:
         if piece.drafts:
@@ -282,11 +289,8 @@ class Scheduler(SequenceQueues):
             self._register(table, sequence, sequence.computed)
 
     def _append_forced(self, sequence: Sequence, tokens: Seq[int]) -> list[TokenEvent]:
-        """Append tokens that need no sample, up to the end of the choice. A plan in flight samples the first of them;
-        that sample is skipped."""
-        if sequence.pending:
-            sequence.pending -= 1
-            sequence.skipped += 1
+        """Append tokens that need no sample, up to the end of the choice."""
+        assert not sequence.pending, "a plan in flight samples what follows the last token, not the forced ones"
         events: list[TokenEvent] = []
         for token in tokens:
             if sequence.finished:

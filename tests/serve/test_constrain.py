@@ -197,11 +197,11 @@ def test_an_error_in_the_thread_of_masks_is_raised_in_the_engines() -> None:
         raise ValueError("no")
 
     thread = MaskThread()
-    thread.start(fails)
+    number = thread.start(fails)
     with pytest.raises(ValueError, match="no"):
-        thread.result()
-    thread.start(lambda: 2.0)
-    assert thread.result() == 2.0
+        thread.wait(number)
+    numbers = [thread.start(lambda: 2.0) for _ in range(3)]
+    assert thread.wait(numbers[1]) == 4.0 and thread.wait(numbers[0]) == 0.0 and thread.wait(numbers[2]) == 2.0
 
 
 def test_choices_of_a_grammar_take_turns_with_its_lexers(tokenizer: BpeTokenizer) -> None:

@@ -13,40 +13,53 @@ from threading import Thread
 
 __all__ = ["MaskThread"]
 
-Task = Callable[[], float]
+Task = Callable[[], float]  # returns the seconds that it took
 
 
 class MaskThread:
-    """Runs one task at a time: call `result` before the next `start`."""
+    """Runs tasks one after another, in the order of `start`."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Task, bool] | None] = SimpleQueue()
         self._began: SimpleQueue[None] = SimpleQueue()
-        self._results: SimpleQueue[float | BaseException] = SimpleQueue()
-        queues = self._tasks, self._began, self._results
+        self._ended: SimpleQueue[float | BaseException] = SimpleQueue()
+        self._started = self._waited = 0  # tasks
+        queues = self._tasks, self._began, self._ended
         Thread(target=_run, args=queues, name="masks", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
 
-    def start(self, task: Task) -> None:
-        """Call a task in the thread. Returns when it has released the GIL, or ended."""
-        self._tasks.put(task)
-        self._began.get()
+    def start(self, task: Task) -> int:
+        """Call a task in the thread, and return its number. If no other one is waited for, returns when the task has
+        released the GIL, or ended."""
+        idle = self._started == self._waited
+        self._tasks.put((task, idle))
+        if idle:
+            self._began.get()
+        self._started += 1
+        return self._started
 
-    def result(self) -> float:
-        """What the task has returned; raises what it has raised."""
-        found = self._results.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+    def wait(self, number: int) -> float:
+        """Wait until the task of this number, and those before it, have ended; returns the seconds of those that were
+        not waited for before. Raises what they have raised."""
+        seconds = 0.0
+        while self._waited < number:
+            found = self._ended.get()
+            self._waited += 1
+            if isinstance(found, BaseException):
+                raise found
+            seconds += found
+        return seconds
 
 
 def _run(
-    tasks: SimpleQueue[Task | None], began: SimpleQueue[None], results: SimpleQueue[float | BaseException]
+    tasks: SimpleQueue[tuple[Task, bool] | None], began: SimpleQueue[None], ended: SimpleQueue[float | BaseException]
 ) -> None:
-    while (task := tasks.get()) is not None:
-        began.put(None)
+    while (found := tasks.get()) is not None:
+        task, reports = found
+        if reports:
+            began.put(None)
         try:
-            results.put(task())
+            ended.put(task())
         except BaseException as error:  # raised in the engine's thread
-            results.put(error)
-        del task  # it refers to the engine
+            ended.put(error)
+        del task, found  # they refer to the engine

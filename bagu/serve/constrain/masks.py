@@ -1,9 +1,8 @@
 """The tokens that may follow in each constrained choice, as one bit mask per row of a step.
 
 The state of a choice is a matcher that has consumed its output. It depends on the output alone, so preemption and
-recomputing do not change it. `advance` consumes the tokens of a step as soon as they are on the host. `start` begins
-the masks of the next one: for a GPU other threads compute them while the forward runs, for a CPU they are computed
-before it.
+recomputing do not change it. `advance` consumes the tokens of a step when they are on the host. `start` begins the next
+masks of these choices: for a GPU other threads compute them during the next steps, for a CPU they are computed at once.
 
 Where only one text can follow, such as the key of an object, its tokens are forced: a mask would allow only them, one
 after another, so the output is the same. `advance` returns them, and the next step computes them together.
@@ -11,17 +10,17 @@ after another, so the output is the same. `advance` returns them, and the next s
 A mask is never empty: where the output is complete, the tokens that end it are allowed, and nothing else if nothing can
 follow. If the matcher reaches one of its limits, the choice fails (`Masks.failure`).
 
-Dims: R = rows, W = words of 32 tokens.
+Dims: R = rows of a step, W = words of 32 tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +33,8 @@ from bagu.serve.request import Request
 __all__ = ["Masks"]
 
 MAX_THREADS = 8  # of llguidance
-# Tokens that are forced at once. The next step computes them, and the sampled one before them if it is not in flight.
-MOST_FORCED = SHORT - 1
+MOST_FORCED = SHORT - 1  # tokens that are forced at once: the next step computes them and the sampled one before them
+FEWEST_ROWS = 64  # of the memory of masks
 
 
 @dataclass(slots=True)
@@ -46,14 +45,8 @@ class _Choice:
     stops: np.ndarray  # tokens that must not be sampled before min_tokens, or at all with ignore_eos
     until: float  # number of output tokens before which `stops` are avoided
     scored: bool  # the request asks for logprobs, so every token needs a step
-
-
-class _Job(NamedTuple):
-    """The masks of a plan."""
-
-    plan: Plan
-    rows: list[tuple[int, Sequence, _Choice]]  # the constrained ones
-    masks: torch.Tensor  # [R, W] int32, on the host
+    row: int  # of its mask in the memory
+    task: int | None = None  # the number of the task that computes its next mask, on a CPU 0; None: not started
 
 
 class Masks:
@@ -67,11 +60,11 @@ class Masks:
         self._failures: dict[tuple[str, int], str] = {}
         self._pinned = device.type == "cuda"
         self.threads = max(1, min(MAX_THREADS, available_cores() // 2)) if self._pinned else 1
-        self._buffer = self._masks = torch.empty(0, 0, dtype=torch.int32)
+        self._memory = torch.empty(0, -(-vocab_size // 32), dtype=torch.int32)  # a mask of each choice
+        self._free_rows: list[int] = []
+        self._upload = self._memory  # the masks of a step
         self._executor: Any = None
         self._thread: MaskThread | None = None
-        self._started: _Job | None = None
-        self._running = False  # whether the thread computes the masks of `_started`
 
     def __bool__(self) -> bool:
         return bool(self._choices)
@@ -86,12 +79,14 @@ class Masks:
         inside, avoided = (np.array([t for t in ids if t < self.vocab_size]) for ids in (ends, sorted(stops)))
         scored = s.logprobs is not None
         self._choices[request.id] = [
-            _Choice(lexer, matcher, inside, avoided, until, scored) for lexer, matcher in matchers
+            _Choice(lexer, matcher, inside, avoided, until, scored, self._new_row()) for lexer, matcher in matchers
         ]
         self.requests += 1
 
     def remove(self, request_id: str) -> None:
-        for index in range(len(self._choices.pop(request_id, ()))):
+        for index, choice in enumerate(self._choices.pop(request_id, ())):
+            self._wait(choice)
+            self._free_rows.append(choice.row)
             self._failures.pop((request_id, index), None)
 
     @property
@@ -108,7 +103,7 @@ class Masks:
         began, forced = time.perf_counter(), {}
         for sequence, token in zip(plan.sampled, tokens, strict=True):
             choices = self._choices.get(sequence.request.id)
-            if choices is None or sequence.finished or sequence.skipped or token in sequence.stops:
+            if choices is None or sequence.finished or token in sequence.stops:
                 continue
             choice = choices[sequence.index]
             choice.matcher.consume_token(token)
@@ -119,15 +114,17 @@ class Masks:
         self.mask_s += time.perf_counter() - began
         return forced
 
-    def start(self, plan: Plan, skipped: Collection[Sequence] = ()) -> None:
-        """Begin to compute the masks of a plan, on a CPU compute them. All tokens before its samples are consumed. The
-        samples of the sequences `skipped` are not used, and get no mask."""
-        self.discard()
-        self._started = job = self._job(plan, skipped)
-        if job is None:
+    def start(self, sequences: Seq[Sequence]) -> None:
+        """Begin to compute the next masks of these sequences, unless they are begun; on a CPU compute them."""
+        new = []
+        for _, _, choice in self._constrained(sequences):
+            if choice.task is None:
+                choice.task = 0
+                new.append(choice)
+        if not new:
             return
         if self.threads == 1:
-            seconds = self._compute(job)
+            seconds = self._compute(new)
             self.mask_s += seconds
             self.wait_s += seconds
             return
@@ -135,82 +132,87 @@ class Masks:
             from llguidance import LLExecutor
 
             self._thread, self._executor = MaskThread(), LLExecutor(self.threads)
-        self._thread.start(partial(self._compute_parallel, job))
-        self._running = True
+        number = self._thread.start(partial(self._compute_parallel, new))
+        for choice in new:
+            choice.task = number
 
     def finish(self, plan: Plan) -> torch.Tensor | None:
-        """The masks of a plan that `start` got: [R, W] int32, all ones in rows without a grammar; None if no row has
-        one. Valid until the next `start`."""
-        began = time.perf_counter()
-        job = self._started
-        self.discard()
-        if job is None or job.plan is not plan:  # another plan's masks are left if all its choices were aborted
-            return None
-        self._finish_rows(job)
-        self.wait_s += time.perf_counter() - began
-        return job.masks
-
-    def discard(self) -> None:
-        """Wait for what `start` began. Without `finish` the masks are not used."""
-        self._started = None
-        if self._running and self._thread is not None:
-            self._running = False
-            self.mask_s += self._thread.result()
-
-    def _job(self, plan: Plan, skipped: Collection[Sequence]) -> _Job | None:
-        """What is to be computed for a plan; None if it samples no constrained choice."""
-        began, rows = time.perf_counter(), []
-        for row, sequence in enumerate(plan.sampled):
-            choices = self._choices.get(sequence.request.id)
-            if choices is not None and not sequence.finished and sequence not in skipped:
-                rows.append((row, sequence, choices[sequence.index]))
+        """The masks of a plan whose sequences `start` got: [R, W] int32, all ones in rows without a grammar; None if no
+        row has one. Valid until the next call."""
+        rows = list(self._constrained(plan.sampled))
         if not rows:
             return None
-        masks = self._memory(len(plan.sampled))
-        if len(rows) < len(plan.sampled):
+        began = time.perf_counter()
+        for _, _, choice in rows:
+            self._wait(choice)
+            choice.task = None
+        masks = self._gather(len(plan.sampled), [row for row, _, _ in rows], [choice.row for _, _, choice in rows])
+        for row, sequence, choice in rows:
+            self._finish_row(masks[row], sequence, choice)
+        self.wait_s += time.perf_counter() - began
+        return masks
+
+    def _constrained(self, sequences: Seq[Sequence]) -> Iterator[tuple[int, Sequence, _Choice]]:
+        """Those that have a grammar and go on, with their index."""
+        for row, sequence in enumerate(sequences):
+            choices = self._choices.get(sequence.request.id)
+            if choices is not None and not sequence.finished:
+                yield row, sequence, choices[sequence.index]
+
+    def _new_row(self) -> int:
+        if not self._free_rows:
+            for choices in self._choices.values():  # the threads write to the old memory
+                for choice in choices:
+                    self._wait(choice)
+            old, size = self._memory, len(self._memory)
+            self._memory = old.new_empty(max(2 * size, FEWEST_ROWS), old.shape[1])
+            self._memory[:size] = old
+            self._free_rows = list(range(size, len(self._memory)))
+        return self._free_rows.pop()
+
+    def _gather(self, count: int, rows: list[int], places: list[int]) -> torch.Tensor:
+        """[count, W]: the masks at `places` of the memory in `rows`, ones in the others. For a GPU in pinned memory,
+        the same for every step: the copy of a mask to a GPU is complete when the tokens that were sampled with it are
+        on the host, and these are read before the next step is sampled."""
+        if len(self._upload) < count:
+            self._upload = torch.empty(count, self._memory.shape[1], dtype=torch.int32, pin_memory=self._pinned)
+        masks = self._upload[:count]
+        if len(rows) < count:
             masks.fill_(-1)
-        self.mask_s += time.perf_counter() - began
-        return _Job(plan, rows, masks)
+            masks[rows] = self._memory[places]
+            return masks
+        return torch.index_select(self._memory, 0, torch.tensor(places), out=masks)
 
-    def _memory(self, rows: int) -> torch.Tensor:
-        """[rows, W] int32, for a GPU in pinned memory. The same for every step: the copy of a mask to a GPU is complete
-        when the tokens that were sampled with it are on the host, and the next masks need these."""
-        if len(self._masks) != rows:
-            if len(self._buffer) < rows:
-                shape = rows, -(-self.vocab_size // 32)
-                self._buffer = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
-            self._masks = self._buffer[:rows]
-        return self._masks
+    def _wait(self, choice: _Choice) -> None:
+        """Wait until the mask of a choice is computed, if that was started."""
+        if choice.task and self._thread is not None:
+            self.mask_s += self._thread.wait(choice.task)
 
-    def _compute(self, job: _Job) -> float:
-        """Compute the masks one after another; returns the seconds that it took. For a CPU: there 32 masks of 8192
-        tokens take 0.75 ms in this thread, 0.94 in another one, and with two threads between 0.70 and 1.03."""
-        began, at, size = time.perf_counter(), job.masks.data_ptr(), 4 * job.masks.shape[1]
-        for row, _, choice in job.rows:
-            choice.matcher.unsafe_compute_mask_ptr(at + row * size, size)
+    def _compute(self, choices: Seq[_Choice]) -> float:
+        """Compute masks one after another; returns the seconds that it took. For a CPU: there 32 masks of 8192 tokens
+        take 0.75 ms in this thread, 0.94 in another one, and with two threads between 0.70 and 1.03."""
+        began, at, size = time.perf_counter(), self._memory.data_ptr(), 4 * self._memory.shape[1]
+        for choice in choices:
+            choice.matcher.unsafe_compute_mask_ptr(at + choice.row * size, size)
         return time.perf_counter() - began
 
-    def _compute_parallel(self, job: _Job) -> float:
+    def _compute_parallel(self, choices: Seq[_Choice]) -> float:
         """As `_compute`, with several threads. Each takes a range of the list, and waits where another one uses the
         same lexer; so the list is in the order of the lexers."""
-        began, size = time.perf_counter(), 4 * job.masks.shape[1]
-        going = [(choice.matcher, row) for row, _, choice in sorted(job.rows, key=lambda r: r[2].lexer)]
-        self._executor.unsafe_compute_mask_ptr(going, job.masks.data_ptr(), size, len(job.masks))
+        began, memory = time.perf_counter(), self._memory
+        going = [(choice.matcher, choice.row) for choice in sorted(choices, key=lambda choice: choice.lexer)]
+        self._executor.unsafe_compute_mask_ptr(going, memory.data_ptr(), 4 * memory.shape[1], len(memory))
         return time.perf_counter() - began
 
-    def _finish_rows(self, job: _Job) -> None:
-        """Set the tokens that end an output, and fail the choices that cannot go on: llguidance reports an error also
-        where no token can follow. Choices that have finished since `start` are left as they are."""
-        masks = job.masks.numpy()
-        for row, sequence, choice in job.rows:
-            if sequence.finished:
-                continue
-            if choice.matcher.is_error():
-                reason = choice.matcher.get_error().split("\n")[0]
-                self._failures[sequence.request.id, sequence.index] = f"the grammar cannot go on: {reason}"
-                masks[row] = -1
-            elif len(choice.ends) > 1 or sequence.num_output < choice.until:
-                self._set_ends(masks[row], sequence, choice)
+    def _finish_row(self, mask: torch.Tensor, sequence: Sequence, choice: _Choice) -> None:
+        """Set the tokens that end an output, and fail a choice that cannot go on: llguidance reports an error also
+        where no token can follow."""
+        if choice.matcher.is_error():
+            reason = choice.matcher.get_error().split("\n")[0]
+            self._failures[sequence.request.id, sequence.index] = f"the grammar cannot go on: {reason}"
+            mask.fill_(-1)
+        elif len(choice.ends) > 1 or sequence.num_output < choice.until:
+            self._set_ends(mask.numpy(), sequence, choice)
 
     def _set_ends(self, mask: np.ndarray, sequence: Sequence, choice: _Choice) -> None:
         """Allow every end where the end of text is allowed; avoid stop tokens before min_tokens where others remain."""
