@@ -197,11 +197,11 @@ def test_an_error_in_the_thread_of_masks_is_raised_in_the_engines() -> None:
         raise ValueError("no")
 
     thread = MaskThread()
-    number = thread.start(fails)
+    wait = thread.start(fails)
     with pytest.raises(ValueError, match="no"):
-        thread.wait(number)
-    numbers = [thread.start(lambda: 2.0) for _ in range(3)]
-    assert thread.wait(numbers[1]) == 4.0 and thread.wait(numbers[0]) == 0.0 and thread.wait(numbers[2]) == 2.0
+        wait()
+    waits = [thread.start(lambda: 2.0) for _ in range(3)]
+    assert [waits[i]() for i in (1, 0, 2)] == [4.0, 0.0, 2.0]
 
 
 def test_choices_of_a_grammar_take_turns_with_its_lexers(tokenizer: BpeTokenizer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
@@ -28,19 +29,19 @@ class MaskThread:
         Thread(target=_run, args=queues, name="masks", daemon=True).start()
         weakref.finalize(self, self._tasks.put, None)  # ends the thread
 
-    def start(self, task: Task) -> int:
-        """Call a task in the thread, and return its number. If no other one is waited for, returns when the task has
-        released the GIL, or ended."""
+    def start(self, task: Task) -> Callable[[], float]:
+        """Call a task in the thread, and return a function that waits for it: it returns the seconds of the tasks that
+        were not waited for before, and raises what they have raised. If no other one is waited for, `start` returns
+        when the task has released the GIL, or ended."""
         idle = self._started == self._waited
         self._tasks.put((task, idle))
         if idle:
             self._began.get()
         self._started += 1
-        return self._started
+        return partial(self._wait, self._started)
 
-    def wait(self, number: int) -> float:
-        """Wait until the task of this number, and those before it, have ended; returns the seconds of those that were
-        not waited for before. Raises what they have raised."""
+    def _wait(self, number: int) -> float:
+        """Wait until the task of this number, and those before it, have ended."""
         seconds = 0.0
         while self._waited < number:
             found = self._ended.get()
