@@ -35,7 +35,6 @@ def scheduler_config(model: Transformer, config: EngineConfig, pool: Pool, stops
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.step_tokens(model.embedding.weight.device.type),
         eos_ids=stops,
-        overlaps=config.overlaps(model.embedding.weight.device.type),
         window=None if None in windows else max(w for w in windows if w is not None),
     )
 

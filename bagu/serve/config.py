@@ -176,10 +176,6 @@ class EngineConfig:
         """The path of the draft model, if there is one."""
         return None if self.speculative == "ngram" else self.speculative
 
-    def overlaps(self, device: str) -> bool:
-        """Whether steps overlap on this device type."""
-        return device == "cuda" if self.async_scheduling is None else self.async_scheduling
-
     def step_tokens(self, device: str) -> int:
         """The token budget of a step on this device type. On a GPU a step with prefill tokens runs without a CUDA
         graph, so few large steps are better. On a CPU 2048 tokens already take one or two seconds, and decodes wait."""

@@ -100,7 +100,7 @@ class Engine(GenerationMixin):
         self.grammars: GrammarCompiler | None = None
         if tokenizer is not None and stops:
             self.grammars = GrammarCompiler(tokenizer, vocab_size, stops, self.sampler.masks.threads)
-        self._overlaps = self.scheduler.config.overlaps
+        self._overlaps = model.embedding.weight.is_cuda if config.async_scheduling is None else config.async_scheduling
         self._launched: LaunchedStep | None = None
         self._unreturned: list[Event] = []  # events of a step that `load_adapter` committed
         self._counter = StepCounter()
@@ -277,7 +277,7 @@ class Engine(GenerationMixin):
     def _launch(self, staged: Staged | None, previous: SampledStep | None, began: float) -> None:
         """Launch the forward of a plan, if there is one. It reads the tokens of `previous` on the device."""
         if staged is not None:
-            self.sampler.start_masks(staged.plan)  # of first tokens: the others are begun at a commit
+            self.sampler.start_masks(staged.plan)
             output = self.runner.launch(staged, None if previous is None else previous.output.tokens)
             self._launched = LaunchedStep(staged.plan, output, began)
 
@@ -289,14 +289,13 @@ class Engine(GenerationMixin):
         return SampledStep.of(launched.plan, self.sampler.sample(launched.plan, launched.output), launched.began)
 
     def _commit(self, sampled: SampledStep | None) -> list[Event]:
-        """Commit a step, if there is one, and return its events. Start the masks of what its sequences sample next."""
+        """Commit a step, if there is one, and return its events."""
         earlier, self._unreturned = self._unreturned, []
         if sampled is None:
             return earlier
         tokens, logprobs = sampled.wait()
         forced = self.sampler.advance(sampled.plan, tokens)
         events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs, forced))
-        self.sampler.start_masks(sampled.plan)
         seconds = self._counter.add(sampled.began, len(sampled.plan.slices), sum(e.token is not None for e in events))
         if self.speculator is not None:
             self.speculator.record(sampled.plan, seconds)

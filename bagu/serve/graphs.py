@@ -17,9 +17,10 @@ import torch
 
 from bagu.serve.adapters.layers import NO_ADAPTER, Rows
 from bagu.serve.kv.paged import Batch, PagedKV
-from bagu.serve.plan import SHORT
 
 __all__ = ["Captured", "GraphDecode", "Padding", "bucket", "copy_padded", "pad", "padding"]
+
+FEW_TOKENS = 8  # the smallest bucket for the tokens of a sequence, if some have several
 
 
 class Captured(NamedTuple):
@@ -88,7 +89,7 @@ class Padding(NamedTuple):
 def padding(tokens: int, sequences: int, max_len: int) -> Padding:
     """The padding of a step with several tokens of a sequence. The numbers of all tokens and of all sequences depend
     on their buckets alone."""
-    total, each = bucket(tokens, coarse=True), max(bucket(max_len), SHORT)
+    total, each = bucket(tokens, coarse=True), max(bucket(max_len), FEW_TOKENS)
     # fewer than half of the tokens are padding
     rows = bucket(sequences) - sequences + max(1, total // 2 // each)
     ends = np.minimum(tokens + each * np.arange(1, rows + 1, dtype=np.int32), total)

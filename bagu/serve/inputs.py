@@ -14,7 +14,7 @@ from bagu.serve.graphs import Padding, padding
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
-__all__ = ["Late", "StepInputs"]
+__all__ = ["Late", "StepInputs", "sample_rows"]
 
 
 class Late(NamedTuple):
@@ -25,6 +25,14 @@ class Late(NamedTuple):
 
     def fill(self, ids: torch.Tensor, tokens: torch.Tensor) -> None:
         ids.index_copy_(0, self.rows, tokens.index_select(0, self.samples))
+
+
+def sample_rows(plan: Plan) -> np.ndarray | None:
+    """The rows of the tokens after which one is sampled; None if these are all."""
+    rows = plan.sample_rows
+    if len(rows) == len(plan.ids) and rows == list(range(len(rows))):
+        return None
+    return np.array(rows, dtype=np.int64)
 
 
 class _Arrays(NamedTuple):
@@ -101,15 +109,18 @@ class StepInputs:
             new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
         return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
 
-    def batch(self, plan: Plan, *, padded: bool = False) -> tuple[Batch, Late | None]:
-        """The plan as tensors on the device, and what is still to be put into them. `padded`: a plan with several
-        tokens of a sequence fills the bucket of a CUDA graph, and attention is one call."""
+    def batch(self, plan: Plan, *, padded: bool = False) -> tuple[Batch, Late | None, torch.Tensor | None]:
+        """The plan as tensors on the device, what is still to be put into them, and `sample_rows`. `padded`: a plan
+        with several tokens of a sequence fills the bucket of a CUDA graph, and attention is one call."""
         host, n, max_len = self._arrays(plan), plan.num_decodes, plan.max_len
         if padded and max_len > 1:
             more = padding(plan.num_tokens, len(plan.table_rows), max_len)
             host, n, max_len = host.padded(more, self.kv.num_blocks - 1, self.kv.block_size), 0, more.max_len
         late = np.array(plan.late, dtype=np.int64).reshape(-1, 2).T
-        ids, positions, slots, *which = self.to_device(host.ids, host.positions, host.slots, *late)
+        sampled = sample_rows(plan)
+        ids, positions, slots, *which, rows = self.to_device(
+            host.ids, host.positions, host.slots, *late, np.empty(0, dtype=np.int64) if sampled is None else sampled
+        )
         cu_seqlens, context_lens, block_tables = self.to_device(host.cu_seqlens, host.context_lens, host.tables)
         batch = Batch(
             ids=ids,
@@ -124,7 +135,7 @@ class StepInputs:
             decode_context=max(plan.context_lens[:n], default=0),
             adapters=None if host.adapters is None else self.to_device(host.adapters)[0],
         )
-        return batch, Late(*which) if plan.late else None
+        return batch, Late(*which) if plan.late else None, None if sampled is None else rows
 
     def _arrays(self, plan: Plan) -> _Arrays:
         B = self.kv.block_size

@@ -21,7 +21,6 @@ class SchedulerConfig:
     eos_ids: tuple[int, ...] = ()
     aging_s: float = 30.0  # seconds of waiting that equal one step of priority
     window: int | None = None  # widest sliding window; None if a layer has full attention and so needs all positions
-    overlaps: bool = False  # a plan is made while the one before it runs
 
     def __post_init__(self) -> None:
         minimum = {

@@ -21,7 +21,7 @@ __all__ = ["LATE", "NO_DRAFT", "SHORT", "Plan", "PlanBuilder", "Sequence", "Slic
 
 LATE = -1  # placeholder in `Plan.ids` for a token that the previous plan has not sampled yet
 NO_DRAFT = -1  # in `Plan.next_drafts`, where no drafted token follows
-SHORT = 8  # tokens of an output in one slice that a GPU computes with the decodes, in one CUDA graph
+SHORT = 16  # tokens of an output in one slice that a GPU computes with the decodes, in one CUDA graph
 
 
 class Sequence:
@@ -30,7 +30,7 @@ class Sequence:
     __slots__ = (
         "adapter", "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index",
         "keys", "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
-        "started", "stops", "table", "table_row", "takes_turns", "tokens",
+        "started", "stops", "table", "table_row", "tokens", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -45,7 +45,7 @@ class Sequence:
         self.end = max(self.num_prompt + sampling.max_tokens - 1, 1)  # KV positions: the last token needs none
         self.draws = sampling.max_tokens > 0
         self.stops = stops
-        self.takes_turns = False  # it is planned in every second plan, when all its tokens are known
+        self.waits = sampling.grammar is not None  # it is planned only when all its tokens are known
         self.planned = 0  # positions computed or in a plan in flight
         self.computed = 0  # positions whose KV is computed
         self.pending = 0  # tokens that plans in flight will sample
@@ -157,10 +157,6 @@ class PlanBuilder:
     short: list[Slice] = field(default_factory=list)  # a few tokens of an output
     chunks: list[Slice] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def empty(self) -> bool:
-        return not (self.decodes or self.short or self.chunks)
 
     def finish(self, number: int, table_writes: list[tuple[int, int, int]]) -> Plan:
         """Flatten the slices into a plan, and mark their sequences as planned."""

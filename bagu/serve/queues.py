@@ -53,8 +53,6 @@ class SequenceQueues:
         stops = frozenset(sampling.stop_token_ids + (() if goes_on else self.config.eos_ids))
         choices = [Sequence(request, i, (age, serial, i), stops, adapter) for i in range(sampling.n)]
         choices[0].forks = choices[1:]
-        for choice in choices:
-            choice.takes_turns = self.config.overlaps and sampling.grammar is not None
         self.requests[request.id] = choices
         insort(self.waiting, choices[0], key=RANK)
 

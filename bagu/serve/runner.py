@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -40,7 +39,7 @@ from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, match
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
 from bagu.serve.graphs import Captured, GraphDecode
-from bagu.serve.inputs import Late, StepInputs
+from bagu.serve.inputs import Late, StepInputs, sample_rows
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 from bagu.serve.quantization import quantized
@@ -61,6 +60,7 @@ class Staged:
     plan: Plan
     inputs: Batch | Captured | Decodes  # for the layers, for a CUDA graph, for the C++
     late: Late | None = None
+    rows: torch.Tensor | None = None  # of the tokens after which one is sampled; None: all
 
 
 class RunnerOutput(NamedTuple):
@@ -203,20 +203,19 @@ class Runner(StepInputs):
             self.kv.copy(plan.copies)
         self.write_tables(plan)
         if self.compiled is not None and self.is_short(plan):
-            return Staged(plan, self.decodes(plan))
+            host = sample_rows(plan)
+            return Staged(plan, self.decodes(plan), rows=None if host is None else torch.from_numpy(host))
         if self.decode is None or plan.num_prompts:
             return Staged(plan, *self.batch(plan))
-        batch, late = self.batch(plan, padded=True)
-        return Staged(plan, self.decode.load(batch), late)
+        batch, late, rows = self.batch(plan, padded=True)
+        return Staged(plan, self.decode.load(batch), late, rows)
 
     def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:
         """The rest of `run`: the forward and the logits."""
         plan = staged.plan
         assert late is not None or not plan.late, "a plan with late tokens needs the tokens of the previous plan"
         hidden = self.hidden(staged, late)
-        rows = plan.sample_rows
-        all_rows = len(rows) == len(plan.ids) and rows == list(range(len(rows)))
-        sampled = hidden if all_rows else hidden.index_select(0, *self.to_device(np.array(rows, dtype=np.int64)))
+        sampled = hidden if staged.rows is None else hidden.index_select(0, staged.rows)
         return RunnerOutput(hidden, sampled, *self.project(sampled))
 
     def is_short(self, plan: Plan) -> bool:

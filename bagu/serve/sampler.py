@@ -116,13 +116,14 @@ class Sampler:
         return bool(self._with_stop_strings) or self.masks.has_failures
 
     def advance(self, plan: Plan, tokens: Seq[int]) -> Mapping[Sequence, Seq[int]]:
-        """Let the grammars consume the tokens that a plan sampled; returns the tokens that must follow them."""
+        """Let the grammars consume the tokens that a plan sampled, and begin their next masks; returns the tokens that
+        must follow."""
         return self.masks.advance(plan, tokens) if self.masks else {}
 
     def start_masks(self, plan: Plan) -> None:
-        """Begin to compute the next masks of the constrained sequences of a plan, unless they are begun."""
+        """Begin to compute the masks of a plan that are not begun yet: those of first tokens."""
         if self.masks:
-            self.masks.start(plan.sampled)
+            self.masks.start(plan)
 
     def sample(self, plan: Plan, step: RunnerOutput) -> SamplerOutput:
         """Sample a token for each of `plan.sampled`, and compute the prompt logprobs that requests ask for. The token

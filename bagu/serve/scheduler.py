@@ -28,8 +28,8 @@ Drafts take available blocks and preempt no sequence. A block is registered in t
 fill it are sampled, so a rejected draft is never in it: its position is written again by the sampled token.
 
 With a grammar, tokens may be forced: only they can follow the sampled one (constrain/masks.py). They are appended at
-once, and computed together by the next plan. If steps overlap, sequences with a grammar take turns: half of them are in
-one plan, half in the next. So all their tokens are known when they are planned, and their masks have two steps of time.
+once, and computed together by the next plan. So a sequence with a grammar is planned when all its tokens are known: if
+steps overlap, it is in every second one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Scheduler(SequenceQueues):
         super().__init__(config, blocks, speculator)
         self._step_tokens = config.max_num_batched_tokens  # lower after a step that ran out of memory
         self._number = count()
-        self._turn = 0  # the sequences with a grammar in even or in odd rows
 
     def plan(self) -> Plan | None:
         """The next step; None if there is nothing to run, or a plan in flight must be committed first.
@@ -70,15 +69,10 @@ class Scheduler(SequenceQueues):
         builder = PlanBuilder()
         spare = self._step_tokens - len(self.running)
         preempted = self.preemptions
-        drafts = self._drafts(spare)
-        self._turn ^= 1
-        spare = self._advance(builder, spare, drafts)
-        if builder.empty:
-            self._turn ^= 1
-            spare = self._advance(builder, spare, drafts)
+        spare = self._advance(builder, spare, self._drafts(spare))
         if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
             self._admit(builder, spare)
-        if builder.empty:
+        if not builder.decodes and not builder.short and not builder.chunks:
             return None
         writes, self._writes = self._writes, []
         plan = builder.finish(next(self._number), writes)
@@ -162,7 +156,7 @@ class Scheduler(SequenceQueues):
             sequence = running[i]
             i += 1
             start, known = sequence.planned, len(sequence.tokens) + sequence.pending
-            if sequence.takes_turns and start >= sequence.num_prompt and self._waits(sequence):
+            if sequence.waits and sequence.pending:
                 continue
             todo = (known if known < sequence.end else sequence.end) - start
             if todo <= 0 or (sequence.forks and sequence.pending):  # the last token is in flight, or the fork is
@@ -183,10 +177,6 @@ class Scheduler(SequenceQueues):
             spare -= length - 1
             self._add_slice(builder, table, Slice(sequence, start, length, samples, drafted))
         return spare
-
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether a sequence that takes turns is not in this plan."""
-        return sequence.pending > 0 or sequence.table_row & 1 != self._turn
 
     def _add_slice(self, builder: PlanBuilder, table: Table, piece: Slice) -> None:
         if piece.drafts:

@@ -220,14 +220,14 @@ def test_a_padded_step_has_the_same_rows() -> None:
         pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(0)))
     before, late = [pool.clone() for pool in kv.tensors], torch.tensor([33])
     with torch.inference_mode():
-        batch, late_rows = runner.batch(plan)
+        batch, late_rows, _ = runner.batch(plan)
         assert late_rows is not None
         late_rows.fill(batch.ids, late)
         want = runner.forward(batch)
         after = [pool.clone() for pool in kv.tensors]
         for pool, old in zip(kv.tensors, before, strict=True):
             pool.copy_(old)
-        batch, late_rows = runner.batch(plan, padded=True)
+        batch, late_rows, _ = runner.batch(plan, padded=True)
         assert late_rows is not None
         late_rows.fill(batch.ids, late)
         assert (len(batch.ids), len(batch.context_lens), batch.max_len) == (8, 5, 8)

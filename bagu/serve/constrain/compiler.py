@@ -16,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,7 @@ MAX_LEXER_STATES = 50_000
 # instead of 1.05 (one Neoverse-N1 core), and the trie 0.2 s more to build.
 IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[ \n\r\t]+", *(f"{IN_STRING}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{IN_STRING}+"]
+KEPT_TEXTS = 1024  # encoded texts: a grammar forces the same ones again and again, such as the keys of an object
 SLOW_S = 0.1  # a grammar that compiles for longer is compiled once
 TRIED = 8  # first tokens that are tried when a grammar is compiled
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -78,24 +79,29 @@ class _Words:
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens, self.special_token_ids, (self.eos_token_id, *_) = vocabulary
-        self.bos_token_id, self.encode = None, encode
+        self.bos_token_id, self._encode = None, lru_cache(KEPT_TEXTS)(_no_encoder)
+
+    def encode_by(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = lru_cache(KEPT_TEXTS)(encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The tokens of a text. llguidance allows only these where the grammar leaves one text."""
-        assert self.encode is not None
-        return self.encode(text.decode() if isinstance(text, bytes) else text)
+        return self._encode(text.decode() if isinstance(text, bytes) else text)
 
 
 def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> Any:
     """The vocabulary as a trie: 0.5 s for 150,000 tokens. `encode` None takes the longest tokens. Raises Unservable
     without llguidance."""
-    words = _Words(vocabulary, encode)
+    words = _Words(vocabulary)
     found = _package().LLTokenizer(words, eos_token=list(vocabulary.eos_ids), slices=SLICES)
-    if encode is None:
-        words.encode = found.greedy_tokenize
+    words.encode_by(encode or found.greedy_tokenize)
     return found
+
+
+def _no_encoder(text: str) -> list[int]:
+    raise AssertionError("LLTokenizer encoded a text before it was built")
 
 
 def compile_grammar(grammar: Grammar, source: str, tokens: Any) -> Any:

@@ -1,8 +1,8 @@
 """The tokens that may follow in each constrained choice, as one bit mask per row of a step.
 
 The state of a choice is a matcher that has consumed its output. It depends on the output alone, so preemption and
-recomputing do not change it. `advance` consumes the tokens of a step when they are on the host. `start` begins the next
-masks of these choices: for a GPU other threads compute them during the next steps, for a CPU they are computed at once.
+recomputing do not change it. `advance` consumes the tokens of a step when they are on the host, and begins the next
+masks: for a GPU other threads compute them during the next step, for a CPU they are computed at once.
 
 Where only one text can follow, such as the key of an object, its tokens are forced: a mask would allow only them, one
 after another, so the output is the same. `advance` returns them, and the next step computes them together.
@@ -35,7 +35,7 @@ __all__ = ["Masks"]
 
 Wait = Callable[[], float]  # returns the seconds that the masks took, the first time
 MAX_THREADS = 8  # of llguidance
-AT_ONCE = 2  # plans whose masks are computed at the same time: their sequences take turns
+AT_ONCE = 2  # parts of the masks of a step: the second one waits until its sequences have consumed their tokens
 MOST_FORCED = SHORT - 1  # tokens that are forced at once: the next step computes them and the sampled one before them
 FEWEST_ROWS = 64  # of the memory of masks
 
@@ -101,43 +101,25 @@ class Masks:
         return self._failures.get((request_id, index))
 
     def advance(self, plan: Plan, tokens: Seq[int]) -> dict[Sequence, list[int]]:
-        """Consume the tokens that a plan sampled, and those that must follow them; returns the latter. A matcher that
-        cannot consume a token is in an error state afterwards."""
-        began, forced = time.perf_counter(), {}
-        for sequence, token in zip(plan.sampled, tokens, strict=True):
-            choices = self._choices.get(sequence.request.id)
-            if choices is None or sequence.finished or token in sequence.stops:
-                continue
-            choice = choices[sequence.index]
-            choice.matcher.consume_token(token)
-            if not choice.scored and (following := choice.matcher.compute_ff_tokens()):
-                forced[sequence] = following[:MOST_FORCED]
-                choice.matcher.consume_tokens(forced[sequence])
-                self.forced_tokens += len(forced[sequence])
-        self.mask_s += time.perf_counter() - began
+        """Consume the tokens that a plan sampled, and those that must follow them; returns the latter. Begins the next
+        masks: those of the first sequences while the others advance. A matcher that cannot consume a token is in an
+        error state afterwards."""
+        forced, rows = {}, list(self._constrained(plan.sampled))
+        size = -(-len(rows) // (AT_ONCE if self.threads > 1 else 1))
+        for first in range(0, len(rows), size or 1):
+            began, going = time.perf_counter(), []
+            for row, sequence, choice in rows[first : first + size]:
+                if tokens[row] not in sequence.stops:
+                    going.append(choice)
+                    if following := self._consume(choice, tokens[row]):
+                        forced[sequence] = following
+            self.mask_s += time.perf_counter() - began
+            self._begin(going)
         return forced
 
-    def start(self, sequences: Seq[Sequence]) -> None:
-        """Begin to compute the next masks of these sequences, unless they are begun; on a CPU compute them."""
-        new = []
-        for _, _, choice in self._constrained(sequences):
-            if choice.wait is None:
-                choice.wait = _no_wait
-                new.append(choice)
-        if not new:
-            return
-        if self.threads == 1:
-            seconds = self._compute(new)
-            self.mask_s += seconds
-            self.wait_s += seconds
-            return
-        if self._mask_threads is None:
-            from llguidance import LLExecutor
-
-            self._mask_threads, self._executor = cycle([MaskThread() for _ in range(AT_ONCE)]), LLExecutor(self.threads)
-        wait = next(self._mask_threads).start(partial(self._compute_parallel, new))
-        for choice in new:
-            choice.wait = wait
+    def start(self, plan: Plan) -> None:
+        """Begin the masks of a plan that `advance` has not begun: those of first tokens."""
+        self._begin([choice for _, _, choice in self._constrained(plan.sampled) if choice.wait is None])
 
     def finish(self, plan: Plan) -> torch.Tensor | None:
         """The masks of a plan whose sequences `start` got: [R, W] int32, all ones in rows without a grammar; None if no
@@ -154,6 +136,36 @@ class Masks:
             self._finish_row(masks[row], sequence, choice)
         self.wait_s += time.perf_counter() - began
         return masks
+
+    def _consume(self, choice: _Choice, token: int) -> list[int]:
+        """Consume a sampled token, and those that it forces; returns the latter."""
+        choice.matcher.consume_token(token)
+        if choice.scored:
+            return []
+        following: list[int] = choice.matcher.compute_ff_tokens()[:MOST_FORCED]
+        if following:
+            choice.matcher.consume_tokens(following)
+            self.forced_tokens += len(following)
+        return following
+
+    def _begin(self, choices: Seq[_Choice]) -> None:
+        """Begin to compute the next masks of these choices; on a CPU compute them."""
+        if not choices:
+            return
+        wait: Wait = _no_wait
+        if self.threads == 1:
+            seconds = self._compute(choices)
+            self.mask_s += seconds
+            self.wait_s += seconds
+        else:
+            if self._mask_threads is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor(self.threads)
+                self._mask_threads = cycle([MaskThread() for _ in range(AT_ONCE)])
+            wait = next(self._mask_threads).start(partial(self._compute_parallel, choices))
+        for choice in choices:
+            choice.wait = wait
 
     def _constrained(self, sequences: Seq[Sequence]) -> Iterator[tuple[int, Sequence, _Choice]]:
         """Those that have a grammar and go on, with their index."""
