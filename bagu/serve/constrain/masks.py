@@ -104,7 +104,8 @@ class Masks:
         """Consume the tokens that a plan sampled, and those that must follow them; returns the latter. Begins the next
         masks: those of the first sequences while the others advance. A matcher that cannot consume a token is in an
         error state afterwards."""
-        forced, rows = {}, list(self._constrained(plan.sampled))
+        # in the order of lexers: a matcher that consumes waits while another one computes its mask with the same lexer
+        forced, rows = {}, sorted(self._constrained(plan.sampled), key=lambda found: found[2].lexer)
         size = -(-len(rows) // (AT_ONCE if self.threads > 1 else 1))
         for first in range(0, len(rows), size or 1):
             began, going = time.perf_counter(), []
