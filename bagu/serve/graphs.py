@@ -3,7 +3,8 @@ too: drafts, and tokens that a grammar forces.
 
 A graph has fixed shapes, so a step is padded to a bucket: the number of sequences to a power of two (above 32 to a
 multiple of 32), the context to a power of two. If sequences have several tokens, the number of all tokens is a power of
-two, and sequences of padding have the rest. Padding tokens are written to a block that is in no table. Rows are
+two, and sequences of padding have the rest; such steps have larger buckets, since a capture takes longer than many of
+them. Padding tokens are written to a block that is in no table. Rows are
 independent, so they do not change other rows. A graph is captured at the first step of its bucket, and all graphs share
 one memory pool.
 """
@@ -17,10 +18,12 @@ import torch
 
 from bagu.serve.adapters.layers import NO_ADAPTER, Rows
 from bagu.serve.kv.paged import Batch, PagedKV
+from bagu.serve.plan import SHORT
 
 __all__ = ["Captured", "GraphDecode", "Padding", "bucket", "copy_padded", "pad", "padding"]
 
-FEW_TOKENS = 8  # the smallest bucket for the tokens of a sequence, if some have several
+# The smallest buckets of a step with several tokens of a sequence.
+SEQUENCES, TOKENS, CONTEXT = 8, 8, 256
 
 
 class Captured(NamedTuple):
@@ -89,9 +92,8 @@ class Padding(NamedTuple):
 def padding(tokens: int, sequences: int, max_len: int) -> Padding:
     """The padding of a step with several tokens of a sequence. The numbers of all tokens and of all sequences depend
     on their buckets alone."""
-    total, each = bucket(tokens, coarse=True), max(bucket(max_len), FEW_TOKENS)
-    # fewer than half of the tokens are padding
-    rows = bucket(sequences) - sequences + max(1, total // 2 // each)
+    total, each = max(bucket(tokens, coarse=True), TOKENS), max(bucket(max_len), SHORT)
+    rows = max(bucket(sequences), SEQUENCES) - sequences + max(1, total // each)  # enough if all tokens are padding
     ends = np.minimum(tokens + each * np.arange(1, rows + 1, dtype=np.int32), total)
     return Padding(total - tokens, ends, np.diff(ends, prepend=np.int32(tokens)), each)
 
@@ -123,8 +125,8 @@ class GraphDecode:
         rows, tokens = len(batch.context_lens), len(batch.ids)
         if batch.max_len == 1:
             rows = tokens = bucket(rows)
-        # at least that of a sequence of padding
-        context = max(min(bucket(batch.max_context, coarse=True), self.max_model_len), batch.max_len)
+        least = 1 if batch.max_len == 1 else CONTEXT
+        context = max(min(max(bucket(batch.max_context, coarse=True), least), self.max_model_len), batch.max_len)
         key = rows, tokens, batch.max_len, context, batch.adapters is not None
         found = self.captured.get(key)
         if found is None:

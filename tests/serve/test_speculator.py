@@ -230,8 +230,8 @@ def test_a_padded_step_has_the_same_rows() -> None:
         batch, late_rows, _ = runner.batch(plan, padded=True)
         assert late_rows is not None
         late_rows.fill(batch.ids, late)
-        assert (len(batch.ids), len(batch.context_lens), batch.max_len) == (8, 5, 8)
-        got = runner.forward(pad(batch, 5, 32, 4, 32))[:7]
+        assert (len(batch.ids), len(batch.context_lens), batch.max_len) == (8, 9, 16)
+        got = runner.forward(pad(batch, 9, 32, 4, 32))[:7]
     torch.testing.assert_close(got, want)
     for pool, other in zip(kv.tensors, after, strict=True):
         torch.testing.assert_close(pool[:-1], other[:-1])

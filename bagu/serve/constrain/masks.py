@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ __all__ = ["Masks"]
 
 Wait = Callable[[], float]  # returns the seconds that the masks took, the first time
 MAX_THREADS = 8  # of llguidance
-AT_ONCE = 2  # parts of the masks of a step: the second one waits until its sequences have consumed their tokens
 MOST_FORCED = SHORT - 1  # tokens that are forced at once: the next step computes them and the sampled one before them
 FEWEST_ROWS = 64  # of the memory of masks
 
@@ -67,7 +65,7 @@ class Masks:
         self._free_rows: list[int] = []
         self._upload = torch.empty(self._memory.shape, dtype=torch.int32)  # the masks of a step
         self._executor: Any = None
-        self._mask_threads: Iterator[MaskThread] | None = None
+        self._thread: MaskThread | None = None
 
     def __bool__(self) -> bool:
         return bool(self._choices)
@@ -102,20 +100,15 @@ class Masks:
 
     def advance(self, plan: Plan, tokens: Seq[int]) -> dict[Sequence, list[int]]:
         """Consume the tokens that a plan sampled, and those that must follow them; returns the latter. Begins the next
-        masks: those of the first sequences while the others advance. A matcher that cannot consume a token is in an
-        error state afterwards."""
-        # in the order of lexers: a matcher that consumes waits while another one computes its mask with the same lexer
-        forced, rows = {}, sorted(self._constrained(plan.sampled), key=lambda found: found[2].lexer)
-        size = -(-len(rows) // (AT_ONCE if self.threads > 1 else 1))
-        for first in range(0, len(rows), size or 1):
-            began, going = time.perf_counter(), []
-            for row, sequence, choice in rows[first : first + size]:
-                if tokens[row] not in sequence.stops:
-                    going.append(choice)
-                    if following := self._consume(choice, tokens[row]):
-                        forced[sequence] = following
-            self.mask_s += time.perf_counter() - began
-            self._begin(going)
+        masks. A matcher that cannot consume a token is in an error state afterwards."""
+        began, going, forced = time.perf_counter(), [], {}
+        for row, sequence, choice in self._constrained(plan.sampled):
+            if tokens[row] not in sequence.stops:
+                going.append(choice)
+                if following := self._consume(choice, tokens[row]):
+                    forced[sequence] = following
+        self.mask_s += time.perf_counter() - began
+        self._begin(going)
         return forced
 
     def start(self, plan: Plan) -> None:
@@ -159,12 +152,11 @@ class Masks:
             self.mask_s += seconds
             self.wait_s += seconds
         else:
-            if self._mask_threads is None:
+            if self._thread is None:
                 from llguidance import LLExecutor
 
-                self._executor = LLExecutor(self.threads)
-                self._mask_threads = cycle([MaskThread() for _ in range(AT_ONCE)])
-            wait = next(self._mask_threads).start(partial(self._compute_parallel, choices))
+                self._thread, self._executor = MaskThread(), LLExecutor(self.threads)
+            wait = self._thread.start(partial(self._compute_parallel, choices))
         for choice in choices:
             choice.wait = wait
 
