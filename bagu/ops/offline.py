@@ -124,6 +124,7 @@ def specialization(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]
     Its attributes are those of a real launch too, empty lists included: the key of Triton's cache is made of them, and
     a launch is to find what was compiled here.
     """
+    from triton import __version__
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -134,7 +135,9 @@ def specialization(launch: Launch) -> tuple[Any, dict[str, Any], tuple[Any, ...]
         if param.is_constexpr or value is None or one:
             signature[param.name] = "constexpr"
             constants[(i,)] = value
-            if isinstance(value, str):  # Triton takes a string for attributes, of which "D" is divisibility
+            if not __version__.startswith("3.6."):
+                attrs[(i,)] = _divisible(False)
+            elif isinstance(value, str):  # Triton 3.6 takes a string for attributes, of which "D" is divisibility
                 attrs[(i,)] = _divisible("D" in value)
             continue
         aligned = None  # neither a pointer nor an integer
