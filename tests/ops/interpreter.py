@@ -27,7 +27,7 @@ import torch
 from bagu.machine.device import triton_interprets
 from tests.ops import operators
 
-VERSIONS = ("3.6.",)  # whose functions do what those here do
+VERSIONS = ("3.6.", "3.7.")  # whose functions do what those here do
 
 
 def install() -> None:

@@ -21,7 +21,7 @@ def interpreter() -> Any:
     from triton.runtime import interpreter
 
     if interpreter._patch_builtin is not patch_builtin:
-        pytest.skip("tests/ops/interpreter.py patches the interpreter of Triton 3.6 only")
+        pytest.skip("tests/ops/interpreter.py patches the interpreters of Triton 3.6 and 3.7 only")
     return interpreter
 
 

@@ -169,7 +169,7 @@ def _triton(r: Report) -> Iterator[Finding]:
         yield Finding("fault", "Triton has no C compiler", "install gcc or set CC: Triton compiles launchers with it")
     if gpu and r.triton_interprets:
         yield Finding("advice", "TRITON_INTERPRET is set", "unset it: kernels run in Python, thousands of times slower")
-    # Loops with a runtime bound fail: triton-lang/triton issue 9171, fixed in 3.9.
+    # Loops with a runtime bound fail: triton-lang/triton issue 9171, fixed in 3.7.
     if _numbers(triton)[:2] == (3, 6) and numpy and _numbers(numpy) >= (2, 4):
         yield Finding(
             "fault" if r.triton_interprets else "advice",

@@ -84,6 +84,8 @@ SPEC = OpSpec(
     saves=("x", "w", "b", "mean", "r"),
     derive=derive,
     ulps=1,
+    # Triton 3.7: with the largest tiles, at most 0.5 % of the instructions of a loop. Triton 3.6: no spills
+    spills={"_forward": 4, "_backward": 22},
     independent=("B", "groups"),
     peers=True,
     cases=[

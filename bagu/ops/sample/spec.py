@@ -164,6 +164,9 @@ SPEC = OpSpec(
     refuse=refuse,
     check_values=check_values,
     ulps=0,
+    # Triton 3.7: 80 registers, with which three programs fit on an SM, and spills outside every loop. Triton 3.6: 93
+    # registers, no spills
+    spills={"_choose": 21},
     nonempty=("V",),
     independent=("S",),
     cases=[
