@@ -116,8 +116,8 @@ class Masks:
         self._begin([choice for _, _, choice in self._constrained(plan.sampled) if choice.wait is None])
 
     def finish(self, plan: Plan) -> torch.Tensor | None:
-        """The masks of a plan whose sequences `start` got: [R, W] int32, all ones in rows without a grammar; None if no
-        row has one. Valid until the next call."""
+        """The masks of a plan, when they are computed: [R, W] int32, all ones in rows without a grammar; None if no row
+        has one. Valid until the next call."""
         rows = list(self._constrained(plan.sampled))
         if not rows:
             return None

@@ -222,7 +222,7 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ("bagu:constrained_requests_total", "counter", "Requests with a grammar.", engine.constrained_requests),
         ("bagu:grammar_compilations_total", "counter", "Grammars compiled.", engine.grammar_compilations),
         ("bagu:grammar_compile_seconds_total", "counter", "Time to compile them.", engine.grammar_compile_s),
-        ("bagu:grammar_forced_tokens_total", "counter", "Tokens that a grammar left no choice.", engine.forced_tokens),
+        ("bagu:grammar_forced_tokens_total", "counter", "Tokens that a grammar forced.", engine.forced_tokens),
         ("bagu:grammar_mask_seconds_total", "counter", "Time to compute token masks.", engine.mask_s),
         (
             "bagu:grammar_mask_wait_seconds_total", "counter",
