@@ -26,6 +26,7 @@ from bagu.serve.constrain.compiler import (
     ll_tokenizer,
 )  # fmt: skip
 from bagu.serve.constrain.mask_thread import MaskThread
+from bagu.serve.constrain.masks import FEWEST_ROWS
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling, TokenEvent, Unservable
@@ -190,6 +191,19 @@ def test_a_request_may_end_and_another_begin_while_masks_are_computed(
     engine.scheduler.check_integrity()
     for _ in range(2):  # the masks of a step that was not sampled are left from the first
         check(engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=100, grammar=SCHEMA))[0])
+
+
+def test_choices_that_end_leave_the_memory_of_their_masks_to_others(
+    model: Transformer, tokenizer: BpeTokenizer
+) -> None:
+    """Most of them end by max_tokens, while a thread computes a mask that nobody needs."""
+    engine = constrained_engine(model, tokenizer, async_scheduling=True)
+    masks = engine.sampler.masks
+    masks.threads = 2
+    asked = [Sampling(max_tokens=3 + i % 5, seed=i, n=1 + i % 2, grammar=SCHEMA) for i in range(16)]
+    for _ in range(5):
+        engine.generate([tokenizer.encode("hello")] * len(asked), asked)
+    assert masks.requests == 80 and len(masks._memory) == len(masks._free_rows) + len(masks._removed) == FEWEST_ROWS
 
 
 def test_an_error_in_the_thread_of_masks_is_raised_in_the_engines() -> None:

@@ -63,6 +63,7 @@ class Masks:
         self.threads = max(1, min(MAX_THREADS, available_cores() // 2)) if self._pinned else 1
         self._memory = np.empty((0, -(-vocab_size // 32)), dtype=np.int32)  # a mask of each choice
         self._free_rows: list[int] = []
+        self._removed: list[_Choice] = []  # a thread may still write their masks
         self._upload = torch.empty(self._memory.shape, dtype=torch.int32)  # the masks of a step
         self._executor: Any = None
         self._thread: MaskThread | None = None
@@ -86,8 +87,7 @@ class Masks:
 
     def remove(self, request_id: str) -> None:
         for index, choice in enumerate(self._choices.pop(request_id, ())):
-            self._wait(choice)
-            self._free_rows.append(choice.row)
+            self._removed.append(choice)
             self._failures.pop((request_id, index), None)
 
     @property
@@ -169,7 +169,11 @@ class Masks:
 
     def _new_row(self) -> int:
         if not self._free_rows:
-            for choices in self._choices.values():  # the threads write to the old memory
+            for choice in self._removed:
+                self._wait(choice)
+            self._free_rows, self._removed = [choice.row for choice in self._removed], []
+        if not self._free_rows:
+            for choices in self._choices.values():  # a thread may write to the old memory
                 for choice in choices:
                     self._wait(choice)
             old, size = self._memory, len(self._memory)
