@@ -81,14 +81,13 @@ class _Words:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens, self.special_token_ids, (self.eos_token_id, *_) = vocabulary
-        self.bos_token_id, self._encode = None, lru_cache(KEPT_TEXTS)(_no_encoder)
-
-    def encode_by(self, encode: Callable[[str], list[int]]) -> None:
-        self._encode = lru_cache(KEPT_TEXTS)(encode)
+        self.bos_token_id = None
+        self.encode: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The tokens of a text. llguidance allows only these where the grammar leaves one text."""
-        return self._encode(text.decode() if isinstance(text, bytes) else text)
+        assert self.encode is not None
+        return self.encode(text.decode() if isinstance(text, bytes) else text)
 
 
 def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None) -> Any:
@@ -96,12 +95,8 @@ def ll_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]] | No
     without llguidance."""
     words = _Words(vocabulary)
     found = _package().LLTokenizer(words, eos_token=list(vocabulary.eos_ids), slices=SLICES)
-    words.encode_by(encode or found.greedy_tokenize)
+    words.encode = lru_cache(KEPT_TEXTS)(encode or found.greedy_tokenize)
     return found
-
-
-def _no_encoder(text: str) -> list[int]:
-    raise AssertionError("LLTokenizer encoded a text before it was built")
 
 
 def compile_grammar(grammar: Grammar, source: str, tokens: Any) -> Any:

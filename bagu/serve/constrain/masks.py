@@ -87,7 +87,10 @@ class Masks:
 
     def remove(self, request_id: str) -> None:
         for index, choice in enumerate(self._choices.pop(request_id, ())):
-            self._removed.append(choice)
+            if choice.wait is None:
+                self._free_rows.append(choice.row)
+            else:
+                self._removed.append(choice)
             self._failures.pop((request_id, index), None)
 
     @property
@@ -171,7 +174,8 @@ class Masks:
         if not self._free_rows:
             for choice in self._removed:
                 self._wait(choice)
-            self._free_rows, self._removed = [choice.row for choice in self._removed], []
+                self._free_rows.append(choice.row)
+            self._removed = []
         if not self._free_rows:
             for choices in self._choices.values():  # a thread may write to the old memory
                 for choice in choices:
