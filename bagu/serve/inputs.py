@@ -10,11 +10,10 @@ import torch
 from bagu.nn.kv import CacheError
 from bagu.serve.adapters.layers import NO_ADAPTER
 from bagu.serve.cpu.compiled import Decodes
-from bagu.serve.graphs import Padding, padding
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
-__all__ = ["Late", "StepInputs", "sample_rows"]
+__all__ = ["Late", "StepArrays", "StepInputs", "sample_rows"]
 
 
 class Late(NamedTuple):
@@ -35,30 +34,21 @@ def sample_rows(plan: Plan) -> np.ndarray | None:
     return np.array(rows, dtype=np.int64)
 
 
-class _Arrays(NamedTuple):
-    """The tensors of a `Batch` on the host."""
+class StepArrays(NamedTuple):
+    """The inputs of a step on the host. T = tokens, S = sequences, L = late tokens, N = samples."""
 
-    ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    cu_seqlens: np.ndarray
-    context_lens: np.ndarray
-    tables: np.ndarray
-    adapters: np.ndarray | None
-
-    def padded(self, more: Padding, spare: int, block_size: int) -> _Arrays:
-        """With sequences of padding at the end, in block `spare`, which no table has (build.py)."""
-        zeros, tokens = np.zeros(more.tokens, dtype=np.int64), np.ones(more.tokens, dtype=np.int64)
-        blocks = np.full((len(more.ends), self.tables.shape[1]), spare, dtype=np.int32)
-        return _Arrays(
-            ids=np.concatenate((self.ids, zeros)),
-            positions=np.concatenate((self.positions, zeros)),
-            slots=np.concatenate((self.slots, spare * block_size * tokens)),
-            cu_seqlens=np.concatenate((self.cu_seqlens, more.ends)),
-            context_lens=np.concatenate((self.context_lens, more.lengths)),
-            tables=np.concatenate((self.tables, blocks)),
-            adapters=None if self.adapters is None else np.concatenate((self.adapters, NO_ADAPTER * tokens)),
-        )
+    ids: np.ndarray  # [T] int64; any token where it is late
+    positions: np.ndarray  # [T] int64
+    slots: np.ndarray  # [T] int64
+    adapters: np.ndarray | None  # [T] int64
+    cu_seqlens: np.ndarray  # [S + 1] int32
+    context_lens: np.ndarray  # [S] int32
+    tables: np.ndarray  # int32: the block tables of all running sequences
+    table_rows: np.ndarray  # [S]: their rows
+    late: np.ndarray  # [L, 2] int64: rows of T, and indices into the tokens that the previous step samples
+    sample_rows: np.ndarray | None  # [N] int64
+    max_len: int
+    max_context: int
 
 
 class StepInputs:
@@ -109,19 +99,15 @@ class StepInputs:
             new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
         return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
 
-    def batch(self, plan: Plan, *, padded: bool = False) -> tuple[Batch, Late | None, torch.Tensor | None]:
-        """The plan as tensors on the device, what is still to be put into them, and `sample_rows`. `padded`: a plan
-        with several tokens of a sequence fills the bucket of a CUDA graph, and attention is one call."""
-        host, n, max_len = self._arrays(plan), plan.num_decodes, plan.max_len
-        if padded and max_len > 1:
-            more = padding(plan.num_tokens, len(plan.table_rows), max_len)
-            host, n, max_len = host.padded(more, self.kv.num_blocks - 1, self.kv.block_size), 0, more.max_len
-        late = np.array(plan.late, dtype=np.int64).reshape(-1, 2).T
-        sampled = sample_rows(plan)
+    def batch(self, plan: Plan) -> tuple[Batch, Late | None, torch.Tensor | None]:
+        """The plan as tensors on the device, what is still to be put into them, and `sample_rows`."""
+        host, n = self.arrays(plan), plan.num_decodes
+        sampled = np.empty(0, dtype=np.int64) if host.sample_rows is None else host.sample_rows
         ids, positions, slots, *which, rows = self.to_device(
-            host.ids, host.positions, host.slots, *late, np.empty(0, dtype=np.int64) if sampled is None else sampled
+            host.ids, host.positions, host.slots, *host.late.T, sampled
         )
-        cu_seqlens, context_lens, block_tables = self.to_device(host.cu_seqlens, host.context_lens, host.tables)
+        tables = host.tables[host.table_rows, : -(-plan.max_context // self.kv.block_size)]
+        cu_seqlens, context_lens, block_tables = self.to_device(host.cu_seqlens, host.context_lens, tables)
         batch = Batch(
             ids=ids,
             positions=positions,
@@ -129,15 +115,15 @@ class StepInputs:
             cu_seqlens=cu_seqlens,
             context_lens=context_lens,
             block_tables=block_tables,
-            max_len=max_len,
+            max_len=plan.max_len,
             max_context=plan.max_context,
             num_decodes=n,
             decode_context=max(plan.context_lens[:n], default=0),
             adapters=None if host.adapters is None else self.to_device(host.adapters)[0],
         )
-        return batch, Late(*which) if plan.late else None, None if sampled is None else rows
+        return batch, Late(*which) if plan.late else None, None if host.sample_rows is None else rows
 
-    def _arrays(self, plan: Plan) -> _Arrays:
+    def arrays(self, plan: Plan) -> StepArrays:
         B = self.kv.block_size
         if plan.max_len == 1:  # as many tokens as sequences: convert all lists at once
             ids, places, lengths, rows = np.array((plan.ids, plan.positions, plan.context_lens, plan.table_rows))
@@ -147,7 +133,17 @@ class StepInputs:
             offsets = np.array(plan.cu_seqlens, dtype=np.int32)
             owner = rows.repeat(np.diff(offsets))
         block, place = np.divmod(places, B)
-        slots = self.tables[owner, block] * np.int64(B) + place
-        tables = self.tables[rows, : -(-plan.max_context // B)]
-        # a late id is any token until it is known
-        return _Arrays(ids.clip(min=0), places, slots, offsets, lengths.astype(np.int32), tables, self.slots(plan))
+        return StepArrays(
+            ids=ids.clip(min=0),
+            positions=places,
+            slots=self.tables[owner, block] * np.int64(B) + place,
+            adapters=self.slots(plan),
+            cu_seqlens=offsets,
+            context_lens=lengths.astype(np.int32),
+            tables=self.tables,
+            table_rows=rows,
+            late=np.array(plan.late, dtype=np.int64).reshape(-1, 2),
+            sample_rows=sample_rows(plan),
+            max_len=plan.max_len,
+            max_context=plan.max_context,
+        )

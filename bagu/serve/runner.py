@@ -173,7 +173,7 @@ class Runner(StepInputs):
     def new_graphs(self) -> GraphDecode:
         assert self.model is not None, "the C++ is for CPUs"
         rows = None if self.adapters is None else self.adapters.rows
-        return GraphDecode(self.model, self.kv, self.table_positions, rows)
+        return GraphDecode(self.model, self.kv, self.table_positions, self.config.max_num_seqs, rows)
 
     def low_rank_pairs(self, step: DecodeStep) -> LowRankPairs | None:
         """The adapters for the C++ step. On a CPU their layers are `GroupedLinear`."""
@@ -207,8 +207,7 @@ class Runner(StepInputs):
             return Staged(plan, self.decodes(plan), rows=None if host is None else torch.from_numpy(host))
         if self.decode is None or plan.num_prompts:
             return Staged(plan, *self.batch(plan))
-        batch, late, rows = self.batch(plan, padded=True)
-        return Staged(plan, self.decode.load(batch), late, rows)
+        return Staged(plan, *self.decode.load(self.arrays(plan)))
 
     def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:
         """The rest of `run`: the forward and the logits."""
@@ -233,7 +232,7 @@ class Runner(StepInputs):
             for row, sample in staged.plan.late:
                 inputs.new[0, row] = late[sample]  # type: ignore[index]
             return self.compiled(inputs)
-        batch = inputs.batch if isinstance(inputs, Captured) else inputs
+        batch = inputs.inputs.batch if isinstance(inputs, Captured) else inputs
         if staged.late is not None and late is not None:
             staged.late.fill(batch.ids, late)
         if isinstance(inputs, Batch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,8 +16,8 @@ from bagu.errors import ArgumentError
 from bagu.nn.config import MLAConfig, ModelConfig
 from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
-from bagu.serve.graphs import bucket, copy_padded, pad, padding
-from bagu.serve.kv.paged import Batch, PagedKV, block_bytes
+from bagu.serve.graphs import Bucket, GraphInputs, bucket, padding
+from bagu.serve.kv.paged import PagedKV, block_bytes
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
 from bagu.serve.runner import Runner
@@ -74,37 +75,57 @@ def test_invalid_settings_are_refused() -> None:
         EngineConfig(quantization="int8", invariant=True)
 
 
+def decodes(ids: list[int], positions: list[int], rows: list[int], **more: list[int]) -> Plan:
+    """A step with a token of each of these rows of the block tables."""
+    lengths = [p + 1 for p in positions]
+    return Plan(
+        number=0, slices=[], copies=[], ids=ids, positions=positions, cu_seqlens=list(range(len(ids) + 1)),
+        context_lens=lengths, table_rows=rows, table_writes=[], sampled=[],
+        sample_rows=more.get("sample_rows", list(range(len(ids)))), next_drafts=[], late=[], num_decodes=len(ids),
+        num_drafts=0, num_prompts=0, max_len=1, max_context=max(lengths),
+    )  # fmt: skip
+
+
 def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
     """The padding of graphs.py, run without a graph: the hidden states of the real rows do not change."""
     model = small_model()
-    kv = PagedKV(model.config, 9, 4)  # block 8 is spare
+    kv = PagedKV(model.config, 9, 4)  # block 8 is in no table
     for pool in kv.tensors:
         pool[:8].normal_(generator=torch.Generator().manual_seed(0))
         pool[8] = torch.nan  # must not be read
-    batch = Batch(
-        ids=torch.tensor([1, 2, 3]), positions=torch.tensor([5, 2, 8]), slots=torch.tensor([5, 10, 20]),
-        cu_seqlens=torch.arange(4, dtype=torch.int32), context_lens=torch.tensor([6, 3, 9], dtype=torch.int32),
-        block_tables=torch.tensor([[0, 1, 0], [2, 0, 0], [3, 4, 5]], dtype=torch.int32), max_len=1, max_context=9,
-        num_decodes=3, decode_context=9,
-    )  # fmt: skip
-    hidden = []
-    padded = pad(batch, bucket(3), bucket(9, coarse=True), 4, 8)
-    full = [torch.cat((t, t[:1])) for t in (batch.ids, batch.positions, batch.slots, batch.context_lens)]
-    reused = pad(
-        batch._replace(ids=full[0], positions=full[1], slots=full[2], context_lens=full[3],
-                       block_tables=torch.tensor([[7, 7, 7, 7]] * 4, dtype=torch.int32)),
-        bucket(3), bucket(9, coarse=True), 4, 8,
-    )  # fmt: skip
-    copy_padded(reused, batch, 4, 8)  # after a larger batch
-    for b in (batch, padded, reused):
-        kv.load(b)
-        with torch.inference_mode():
-            hidden.append(model(b.ids, b.positions, b.cu_seqlens, 1, kv).hidden[:3])
-    for found in hidden[1:]:
-        torch.testing.assert_close(found, hidden[0])
-    for name in ("ids", "positions", "slots", "context_lens"):
-        assert torch.equal(getattr(reused, name), getattr(padded, name)), name
+    runner = Runner(model, kv, EngineConfig(max_num_seqs=4, cuda_graphs=False), 16)
+    runner.tables[:] = [[0, 1, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0], [7, 7, 7, 7]]
+    plan = decodes([1, 2, 3], [5, 2, 8], [0, 1, 2])
+    size = Bucket(sequences=4, tokens=4, max_len=1, context=16, adapters=False)
+    new, used = (GraphInputs(size, 4, 4, torch.device("cpu")) for _ in range(2))
+    used.fill(runner.arrays(decodes([9] * 4, [3] * 4, [3] * 4)), padding(4, 4, 1), 8, 4)  # a larger step before
+    for inputs in (new, used):
+        inputs.fill(runner.arrays(plan), padding(3, 3, 1), 8, 4)
+    with torch.inference_mode():
+        want = runner.forward(runner.batch(plan)[0])
+        for inputs in (new, used):
+            torch.testing.assert_close(runner.forward(inputs.batch)[:3], want)
+            assert inputs.batch.slots.tolist() == [5, 10, 20, 32] and inputs.batch.context_lens.tolist() == [6, 3, 9, 1]
+            assert inputs.batch.block_tables[3].tolist() == [8] * 4
     assert [bucket(n) for n in (1, 2, 3, 5, 32, 33, 65)] == [1, 2, 4, 8, 32, 64, 96]
+
+
+def test_the_inputs_of_a_graph_are_aligned_views_of_one_buffer() -> None:
+    """Choices of one prompt share its last row, so a step may have more samples than tokens."""
+    model = small_model()
+    runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=5, cuda_graphs=False), 8)
+    size = Bucket(sequences=1, tokens=1, max_len=1, context=8, adapters=True)
+    inputs = GraphInputs(size, 4, 5, torch.device("cpu"))
+    step = runner.arrays(dataclasses.replace(decodes([6], [0], [2], sample_rows=[0] * 5), late=[(0, 3)]))
+    inputs.fill(step._replace(adapters=np.array([1])), padding(1, 1, 1), 2, 4)
+    late, adapters = inputs.late(1), inputs.batch.adapters
+    assert adapters is not None and adapters.tolist() == [1]
+    assert late.rows.tolist() == [0] and late.samples.tolist() == [3] and inputs.sample_rows(5).tolist() == [0] * 5
+    tensors = [t for t in (*inputs.batch, *late) if isinstance(t, torch.Tensor)]
+    assert len(tensors) == 9
+    for tensor in tensors:
+        assert (tensor.data_ptr() - inputs.buffer.data_ptr()) % 16 == 0
+        assert tensor.untyped_storage().data_ptr() == inputs.buffer.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("block", [-1, 3])
@@ -112,14 +133,17 @@ def test_a_block_outside_the_pool_is_refused_in_a_table(block: int) -> None:
     """Kernels index the pool with the table without a check."""
     model = small_model()
     runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=2), 8)
-    plan = Plan(
-        number=0, slices=[], copies=[], ids=[5], positions=[0], cu_seqlens=[0, 1], context_lens=[1], table_rows=[0],
-        table_writes=[(0, 0, block)], sampled=[], sample_rows=[0],
-        next_drafts=[], late=[], num_decodes=1, num_drafts=0, num_prompts=0, max_len=1, max_context=1,
-    )  # fmt: skip
+    plan = dataclasses.replace(decodes([5], [0], [0]), table_writes=[(0, 0, block)])
     with pytest.raises(CacheError, match=rf"names block {block}, and the pool has 0 to 2"):
         runner.run(plan)
     assert runner.run(dataclasses.replace(plan, table_writes=[(0, 0, 2)])).logits.shape == (1, 97)
+
+
+@given(st.integers(1, 300))
+def test_a_step_of_decodes_is_padded_with_decodes(count: int) -> None:
+    more = padding(count, count, 1)
+    assert count + more.tokens == count + len(more.ends) == bucket(count) and more.max_len == 1
+    assert more.ends.tolist() == list(range(count + 1, bucket(count) + 1)) and (more.lengths == 1).all()
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=70).filter(lambda lengths: max(lengths) > 1))

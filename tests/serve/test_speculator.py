@@ -14,7 +14,7 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.serve.config import EngineConfig
-from bagu.serve.graphs import pad
+from bagu.serve.graphs import Bucket, GraphInputs, padding
 from bagu.serve.kv.paged import PagedKV
 from bagu.serve.plan import Plan, Sequence
 from bagu.serve.request import Request, Sampling
@@ -227,11 +227,15 @@ def test_a_padded_step_has_the_same_rows() -> None:
         after = [pool.clone() for pool in kv.tensors]
         for pool, old in zip(kv.tensors, before, strict=True):
             pool.copy_(old)
-        batch, late_rows, _ = runner.batch(plan, padded=True)
-        assert late_rows is not None
-        late_rows.fill(batch.ids, late)
-        assert (len(batch.ids), len(batch.context_lens), batch.max_len) == (8, 9, 16)
-        got = runner.forward(pad(batch, 9, 32, 4, 32))[:7]
+        more = padding(7, 3, 4)
+        size = Bucket(
+            sequences=3 + len(more.ends), tokens=7 + more.tokens, max_len=more.max_len, context=32, adapters=False
+        )
+        assert (size.tokens, size.sequences, size.max_len) == (8, 9, 16)
+        inputs = GraphInputs(size, 4, 4, torch.device("cpu"))
+        inputs.fill(runner.arrays(plan), more, 32, 4)
+        inputs.late(1).fill(inputs.batch.ids, late)
+        got = runner.forward(inputs.batch)[:7]
     torch.testing.assert_close(got, want)
     for pool, other in zip(kv.tensors, after, strict=True):
         torch.testing.assert_close(pool[:-1], other[:-1])
