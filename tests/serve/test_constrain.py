@@ -219,12 +219,23 @@ def test_an_error_in_the_thread_of_masks_is_raised_in_the_engines() -> None:
 
 
 def test_choices_of_a_grammar_take_turns_with_its_lexers(tokenizer: BpeTokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,), lexers=3)
+    """Two to begin with, and one more with every request, up to four times as many."""
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,), lexers=2)
+    other = Grammar.regex("[0-9]+")
     found = compiler.matchers(SCHEMA, 4) + compiler.matchers(SCHEMA, 2)
-    assert [lexer for lexer, _ in found] == [0, 1, 2, 0, 1, 2] and compiler.compilations == 1
+    assert [lexer for lexer, _ in found] == [0, 1, 2, 0, 0, 1] and compiler.compilations == 1
+    for _ in range(8):
+        found += compiler.matchers(SCHEMA, 1)
+        compiler.matchers(other, 1)  # its turns are its own
+    assert [lexer for lexer, _ in compiler.matchers(SCHEMA, 8)] == [6, 7, 0, 1, 2, 3, 4, 5]
     ids = tokenizer.encode('{"x": 7, "na')
     assert all(matcher.consume_tokens(ids) for _, matcher in found)
     assert len({matcher.compute_bitmask() for _, matcher in found}) == 1
+
+
+def test_without_threads_a_grammar_has_one_lexer(tokenizer: BpeTokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    assert {lexer for _ in range(3) for lexer, _ in compiler.matchers(SCHEMA, 2)} == {0}
 
 
 def test_logprobs_are_those_of_the_unconstrained_model(engine: Engine, tokenizer: BpeTokenizer) -> None:

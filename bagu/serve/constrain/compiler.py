@@ -2,7 +2,8 @@
 
 A compiled grammar is a matcher: it consumes tokens and gives the mask of the tokens that may follow. Every choice gets
 a copy of it, which takes some microseconds. Copies share a lexer behind a lock, so their masks are computed one after
-another. Therefore a grammar is compiled once for each thread that computes masks, and its choices take turns.
+another. Therefore a grammar is compiled once for each thread that computes masks, and its choices take turns. The first
+requests add more lexers, one each: a thread then waits less for one that another thread uses.
 
 Compiling takes 0.2 to 5 ms for usual grammars, and up to minutes for hostile ones: the server compiles them in another
 process first (check.py).
@@ -40,6 +41,9 @@ IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[ \n\r\t]+", *(f"{IN_STRING}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{IN_STRING}+"]
 KEPT_TEXTS = 1024  # encoded texts: a grammar forces the same ones again and again, such as the keys of an object
 SLOW_S = 0.1  # a grammar that compiles for longer is compiled once
+# On an H200's host with 8 threads and 32 streams, decoding to a JSON schema is 1.12 times as fast as free text with 32
+# lexers, and 0.92 times with 8.
+LEXERS_PER_THREAD = 4
 TRIED = 8  # first tokens that are tried when a grammar is compiled
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 INSTALL = "install it with: pip install 'bagu[grammar]'"
@@ -197,8 +201,23 @@ def _known_formats(schema: Any) -> Any:
     }
 
 
+class _Compiled:
+    """Matchers of one grammar at the start of the output, each with a lexer of its own."""
+
+    def __init__(self, matchers: list[Any], source: str, most: int) -> None:
+        self.matchers, self._source, self._most = matchers, source, most
+        self._turns = count()
+
+    def choose(self, choices: int, tokens: Any) -> list[tuple[int, Any]]:
+        """A matcher for each choice, with the number of its lexer. Called by one thread."""
+        if len(self.matchers) < self._most:
+            self.matchers.append(_new_matcher(self._source, tokens))
+        lexers = [next(self._turns) % len(self.matchers) for _ in range(choices)]
+        return [(lexer, self.matchers[lexer].deep_copy()) for lexer in lexers]
+
+
 class GrammarCompiler:
-    """Compiled grammars of one tokenizer, the last `KEPT` of them. Any thread may call it."""
+    """Compiled grammars of one tokenizer, the last `KEPT` of them. Any thread may call it, but only one `matchers`."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], lexers: int = 1) -> None:
         self.lexers = lexers
@@ -208,9 +227,7 @@ class GrammarCompiler:
         self.compile_s = 0.0
         self._tokens: Any = None
         self._tokens_lock, self._lock = threading.Lock(), threading.Lock()  # of `_tokens`; of `_results`
-        # a matcher of each lexer, or why there is none
-        self._results: OrderedDict[Grammar, list[Any] | Unservable] = OrderedDict()
-        self._turns = count()
+        self._results: OrderedDict[Grammar, _Compiled | Unservable] = OrderedDict()
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -224,15 +241,13 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar, source: str | None = None) -> Any:
         """A matcher at the start of the output. Compiles the grammar unless it is kept; raises Unservable if it cannot
         be compiled. `source` is its `grammar_source`, if that is known."""
-        return self._compiled(grammar, source)[0].deep_copy()
+        return self._compiled(grammar, source).matchers[0].deep_copy()
 
     def matchers(self, grammar: Grammar, choices: int) -> list[tuple[int, Any]]:
         """As `matcher`, for some choices, each with the number of its lexer."""
-        compiled = self._compiled(grammar, None)
-        lexers = [next(self._turns) % len(compiled) for _ in range(choices)]
-        return [(lexer, compiled[lexer].deep_copy()) for lexer in lexers]
+        return self._compiled(grammar, None).choose(choices, self._tokens)
 
-    def _compiled(self, grammar: Grammar, source: str | None) -> list[Any]:
+    def _compiled(self, grammar: Grammar, source: str | None) -> _Compiled:
         with self._lock:
             found = self._results.get(grammar)
             if found is not None:
@@ -244,7 +259,7 @@ class GrammarCompiler:
             raise found
         return found
 
-    def keep(self, grammar: Grammar, result: list[Any] | Unservable) -> None:
+    def keep(self, grammar: Grammar, result: _Compiled | Unservable) -> None:
         """Keep the matchers, or the error that `matcher` is to raise for this grammar."""
         with self._lock:
             self._results[grammar] = result
@@ -252,7 +267,7 @@ class GrammarCompiler:
             while len(self._results) > KEPT:
                 self._results.popitem(last=False)
 
-    def _compile(self, grammar: Grammar, source: str | None) -> list[Any] | Unservable:
+    def _compile(self, grammar: Grammar, source: str | None) -> _Compiled | Unservable:
         began = time.perf_counter()
         try:
             with self._tokens_lock:
@@ -261,8 +276,10 @@ class GrammarCompiler:
             source = grammar_source(grammar) if source is None else source
             started = time.perf_counter()
             first = compile_grammar(grammar, source, self._tokens)
-            others = self.lexers - 1 if time.perf_counter() - started < SLOW_S else 0
-            return [first, *(_new_matcher(source, self._tokens) for _ in range(others))]
+            slow = time.perf_counter() - started > SLOW_S
+            lexers = 1 if slow else self.lexers
+            matchers = [first, *(_new_matcher(source, self._tokens) for _ in range(lexers - 1))]
+            return _Compiled(matchers, source, most=1 if lexers == 1 else LEXERS_PER_THREAD * lexers)
         except Unservable as error:
             return error
         finally:
