@@ -15,8 +15,8 @@ WORDS = {
         "**bold** where the paired change from the stage before is above 0 by its interval. `write`: sampled "
         "functions of a name that no training file has, that pass every check; `different`: of its last answers, the "
         "share with a body of their own. At commit {commit}. Reproduce with `bagu demo`.",
-        "machine": "{machine}: {parameters:.1f} M parameters, {tokens:.1f} M tokens, {bits:.3f} bits/byte "
-        "(gzip {gzip:.3f}), {time}",
+        "machine": "{machine}, `--minutes {limit:.0f}`: {parameters:.1f} M parameters, {tokens:.1f} M tokens, "
+        "{bits:.3f} bits/byte (gzip {gzip:.3f}), {time}",
         "time": "{minutes:d} min {seconds:02d} s",
         "nothing": "No demo is recorded yet: `python -m bagu.bench.tables --demo runs/demo` records one.",
     },
@@ -25,8 +25,8 @@ WORDS = {
         "caption": "每个阶段之后答对的比例，附按文件自助法得到的 95 % 区间；与上一阶段的配对差在区间内高于 0 的"
         "用**粗体**。`write`：按训练文件里没有的名字采样出的函数，须通过全部检查；“互不相同”：最后一阶段的回答中"
         "函数体各不相同的比例。提交 {commit}。用 `bagu demo` 复现。",
-        "machine": "{machine}：{parameters:.1f} M 参数，{tokens:.1f} M token，{bits:.3f} bits/byte"
-        "（gzip {gzip:.3f}），{time}",
+        "machine": "{machine}，`--minutes {limit:.0f}`：{parameters:.1f} M 参数，{tokens:.1f} M token，"
+        "{bits:.3f} bits/byte（gzip {gzip:.3f}），{time}",
         "time": "{minutes:d} 分 {seconds:02d} 秒",
         "nothing": "尚无演示记录：`python -m bagu.bench.tables --demo runs/demo` 会写入一条。",
     },
@@ -34,17 +34,17 @@ WORDS = {
 
 
 def render(rows: Sequence[Row], language: str) -> str:
-    """The latest demo of each machine: a line for each task, a column for each stage."""
+    """The latest demo of each machine and time limit: a line for each task, a column for each stage."""
     words: dict[str, Any] = WORDS[language]
     rows = [r for r in rows if not r["quick"]]
     if not rows:
         return str(words["nothing"])
-    latest: dict[str, list[Row]] = {}
+    latest: dict[tuple[str, float], list[Row]] = {}
     for row in sorted(rows, key=lambda r: str(r["env"]["time"])):  # of one run all rows have one time
-        machine = row["env"]["machine"]
-        run = latest.setdefault(machine, [])
+        key = row["env"]["machine"], row["budget_s"]
+        run = latest.setdefault(key, [])
         if run and run[0]["env"]["time"] != row["env"]["time"]:
-            run = latest[machine] = []
+            run = latest[key] = []
         run.append(row)
     stages = list(dict.fromkeys(r["stage"] for run in latest.values() for r in run))
     machine, task, items, different = words["head"]
@@ -78,8 +78,8 @@ def _machine(row: Row, words: Mapping[str, Any]) -> str:
     minutes, seconds = divmod(round(row["seconds"]), 60)
     return str(
         words["machine"].format(
-            machine=row["env"]["machine"], parameters=row["parameters"] / 1e6, tokens=row["pretrain_tokens"] / 1e6,
-            bits=row["bits_per_byte"], gzip=row["gzip_bits_per_byte"],
+            machine=row["env"]["machine"], limit=row["budget_s"] / 60, parameters=row["parameters"] / 1e6,
+            tokens=row["pretrain_tokens"] / 1e6, bits=row["bits_per_byte"], gzip=row["gzip_bits_per_byte"],
             time=words["time"].format(minutes=minutes, seconds=seconds),
         )
     )  # fmt: skip

@@ -250,13 +250,15 @@ def test_a_demo_is_a_line_for_each_task_and_a_column_for_each_stage() -> None:
         scored("write", "pretrain", 0.9, time="2026-07-01T10:00:00"), scored("write", "SFT", 0.8, quick=True),
         scored("continue4", "pretrain", 0.3), scored("write", "pretrain", 0.04),
         scored("continue4", "SFT", 0.31, change_low=-0.02), scored("write", "SFT", 0.14, change_low=0.07),
+        scored("write", "pretrain", 0.02, budget_s=1800.0, time="2026-07-02T10:00:00"),
     ]  # fmt: skip
     text = demo_table.render(rows, "en")
     assert "| machine | task | items | pretrain | SFT | different |" in text
-    machine = "nvidia-h200: 5.9 M parameters, 19.7 M tokens, 1.234 bits/byte (gzip 2.081), 3 min 07 s"
+    machine = "nvidia-h200, `--minutes 5`: 5.9 M parameters, 19.7 M tokens, 1.234 bits/byte (gzip 2.081), 3 min 07 s"
     assert f"| {machine} | `continue4` | 102 | 30 % (26–35) | 31 % (27–36) | – |" in text
     assert "|  | `write` | 102 | 4 % (0–9) | **14 % (10–19)** | 96 % |" in text  # bold: the change is above 0
     assert "90 %" not in text and "80 %" not in text, "an older or a quick demo is shown"
+    assert "| nvidia-h200, `--minutes 30`: " in text, "a demo with another limit is not shown"
     assert "3 分 07 秒" in demo_table.render(rows, "zh")
     assert "--demo" in demo_table.render([], "en")
 
