@@ -20,15 +20,12 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.kv.paged import PagedKV
 from bagu.serve.kv.pool import Pool
-from bagu.serve.plan import LATE, NO_DRAFT, Plan, Sequence
+from bagu.serve.plan import LATE, NO_DRAFT, SHORT, Plan, Sequence
 from bagu.serve.runner import Runner
 from bagu.serve.sample import argmax
 from bagu.types import Tokenizer
 
 __all__ = ["DraftModel", "DraftSource", "check_draft"]
-
-
-FEW_TOKENS = 8  # to read before the first draft: usually two, which a CUDA graph computes as it verifies drafts
 
 
 class DraftSource(NamedTuple):
@@ -184,6 +181,6 @@ class DraftModel:
             sampled=[], sample_rows=[ends[id(r)] for r in rows], next_drafts=[NO_DRAFT] * len(rows),
             late=[(i, i) for i in range(len(ids))] if ids[0] == LATE else [],
             num_decodes=sum(len(r.tokens) == 1 for r in order), num_drafts=0,
-            num_prompts=sum(len(r.tokens) > FEW_TOKENS for r in order), max_len=max(len(r.tokens) for r in order),
+            num_prompts=sum(len(r.tokens) > SHORT for r in order), max_len=max(len(r.tokens) for r in order),
             max_context=max(contexts),
         )  # fmt: skip
