@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from typing import Any
 
 import jsonschema
@@ -322,6 +323,20 @@ def test_a_refused_grammar_leaves_nothing_in_the_engine(engine: Engine) -> None:
             engine.submit(Request(id="bad", prompt=(1,), sampling=Sampling(grammar=Grammar.regex("(["))))
         assert caught.value.param == "grammar"
     assert not engine.has_work and engine.stats().grammar_compilations == 1
+
+
+def test_a_kept_error_does_not_keep_the_requests_that_it_refused(engine: Engine) -> None:
+    """An exception that is raised again keeps the frames of every time that it was raised."""
+
+    def refusal() -> Unservable:
+        with pytest.raises(Unservable) as caught:
+            engine.submit(Request(id="bad", prompt=(1,), sampling=Sampling(grammar=Grammar.regex("(["))))
+        return caught.value
+
+    first, second = refusal(), refusal()
+    assert first is not second and str(first) == str(second) and first.hint == second.hint
+    frames = [len(list(traceback.walk_tb(error.__traceback__))) for error in (first, second)]
+    assert frames[0] == frames[1]
 
 
 def test_an_engine_without_a_tokenizer_refuses_a_grammar(model: Transformer) -> None:

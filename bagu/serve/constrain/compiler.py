@@ -17,6 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,9 +132,9 @@ def _check_first_tokens(grammar: Grammar, matcher: Any, mask: bytes) -> None:
     tokens of the mask stand for all."""
     allowed = [i for i, byte in enumerate(mask) if byte]
     for i in allowed[:: -(-len(allowed) // TRIED)]:
-        copy, lowest = matcher.deep_copy(), (mask[i] & -mask[i]).bit_length() - 1
-        if not copy.consume_token(8 * i + lowest):
-            raise _not_compiled(grammar, copy)
+        trial, lowest = matcher.deep_copy(), (mask[i] & -mask[i]).bit_length() - 1
+        if not trial.consume_token(8 * i + lowest):
+            raise _not_compiled(grammar, trial)
 
 
 def _not_compiled(grammar: Grammar, matcher: Any) -> Unservable:
@@ -256,7 +257,7 @@ class GrammarCompiler:
             found = self._compile(grammar, source)
             self.keep(grammar, found)
         if isinstance(found, Unservable):
-            raise found
+            raise copy(found)  # the kept one would collect the frames of all the requests that it refuses
         return found
 
     def keep(self, grammar: Grammar, result: _Compiled | Unservable) -> None:
