@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,6 +41,7 @@ from bagu.serve.generate import GenerationMixin
 from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.pending import LaunchedStep, SampledStep
+from bagu.serve.plan import Sequence
 from bagu.serve.request import Event, Request, TokenEvent
 from bagu.serve.runner import Staged
 from bagu.serve.sampler import Sampler
@@ -230,7 +232,7 @@ class Engine(GenerationMixin):
             grammar_compile_s=0.0 if self.grammars is None else self.grammars.compile_s,
             mask_s=self.sampler.masks.mask_s,
             mask_wait_s=self.sampler.masks.wait_s,
-            forced_tokens=self.sampler.masks.forced_tokens,
+            forced_tokens=counter.forced_tokens,
         )
 
     def check_ranks(self) -> None:
@@ -297,6 +299,8 @@ class Engine(GenerationMixin):
         forced = self.sampler.advance(sampled.plan, tokens)
         events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs, forced))
         seconds = self._counter.add(sampled.began, len(sampled.plan.slices), sum(e.token is not None for e in events))
+        if forced:
+            self._counter.forced_tokens += _forced_tokens(events, forced)
         if self.speculator is not None:
             self.speculator.record(sampled.plan, seconds)
         return [*earlier, *sampled.output.prompts, *events]
@@ -340,3 +344,10 @@ class Engine(GenerationMixin):
                         self.scheduler.stop(*choice)
             checked.append(event)
         return checked
+
+
+def _forced_tokens(events: Iterable[TokenEvent], forced: Iterable[Sequence]) -> int:
+    """How many of these tokens were forced: of each sequence in `forced` all but the first, which was sampled. Forced
+    tokens after the end of a choice have no event."""
+    tokens = Counter((event.request_id, event.index) for event in events)
+    return sum(tokens[sequence.request.id, sequence.index] - 1 for sequence in forced)

@@ -45,6 +45,7 @@ class StepCounter:
 
     def __init__(self) -> None:
         self.steps = self.tokens = self.batch_size = 0
+        self.forced_tokens = 0  # of `tokens`
         self.last_step_s = 0.0
         self._ended = 0.0
         self._recent: deque[tuple[float, int]] = deque()  # (end, tokens) of the steps in the last WINDOW_S

@@ -158,6 +158,15 @@ def test_forced_tokens_are_those_that_would_be_sampled(
     assert engine.blocks.used_count == 0
 
 
+@pytest.mark.parametrize("cut", [{"max_tokens": 4}, {"max_tokens": 99, "stop": ("d",)}])
+def test_forced_tokens_after_the_end_of_a_choice_are_not_counted(
+    engine: Engine, tokenizer: BpeTokenizer, cut: dict[str, Any]
+) -> None:
+    sampling = Sampling(grammar=Grammar.choice(["zbcdfgzbcdfg"]), **cut)
+    (found,) = engine.generate([tokenizer.encode("hello")], sampling)
+    assert len(found.tokens) == 4 and engine.stats().forced_tokens == 3
+
+
 def test_a_request_may_end_and_another_begin_while_masks_are_computed(
     model: Transformer, tokenizer: BpeTokenizer
 ) -> None:

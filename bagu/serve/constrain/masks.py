@@ -56,7 +56,7 @@ class Masks:
     def __init__(self, vocab_size: int, eos_ids: Seq[int], device: torch.device) -> None:
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
         self.mask_s = self.wait_s = 0.0  # computing masks; of that, what the engine's thread waits for
-        self.requests = self.forced_tokens = 0
+        self.requests = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
         self._failures: dict[tuple[str, int], str] = {}
         self._pinned = device.type == "cuda"
@@ -142,7 +142,6 @@ class Masks:
         following: list[int] = choice.matcher.compute_ff_tokens()[:MOST_FORCED]
         if following:
             choice.matcher.consume_tokens(following)
-            self.forced_tokens += len(following)
         return following
 
     def _begin(self, choices: Seq[_Choice]) -> None:
