@@ -67,7 +67,8 @@ class Scheduler(SequenceQueues):
         if len(self.in_flight) >= MAX_IN_FLIGHT or any(plan.num_drafts for plan in self.in_flight):
             return None
         builder = PlanBuilder()
-        spare = self._step_tokens - len(self.running)
+        # Below 0 if the choices of one request are more than `limit_step` allows: each gets a token nevertheless.
+        spare = max(self._step_tokens - len(self.running), 0)
         preempted = self.preemptions
         spare = self._advance(builder, spare, self._drafts(spare))
         if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one

@@ -167,6 +167,18 @@ def test_forced_tokens_after_the_end_of_a_choice_are_not_counted(
     assert len(found.tokens) == 4 and engine.stats().forced_tokens == 3
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_more_choices_than_tokens_of_a_step_have_forced_tokens(
+    model: Transformer, tokenizer: BpeTokenizer, overlap: bool
+) -> None:
+    """As after steps that ran out of memory: each choice still gets a token in every step."""
+    asked = Sampling(max_tokens=60, grammar=SCHEMA, n=4, seed=1)
+    engines = [constrained_engine(model, tokenizer, invariant=True, async_scheduling=overlap) for _ in range(2)]
+    engines[1].scheduler.limit_step(2)
+    want, found = (engine.generate([tokenizer.encode("hello")], asked) for engine in engines)
+    assert [c.tokens for c in found] == [c.tokens for c in want]
+
+
 def test_a_request_may_end_and_another_begin_while_masks_are_computed(
     model: Transformer, tokenizer: BpeTokenizer
 ) -> None:
