@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.serve.http.calls import SEND, EventStream
+from bagu.serve.http.calls import SEND, ClientCall, EventStream
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.keys import Key, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Job
 from bagu.serve.http.pending import PendingCalls
@@ -128,3 +130,17 @@ def test_an_error_of_the_asgi_server_ends_the_stream() -> None:
 
     with pytest.raises(AttributeError):
         run(scene)
+
+
+def test_only_prompts_that_the_engine_takes_are_counted_and_charged() -> None:
+    async def play() -> None:
+        calls, key = PendingCalls(4, Metrics("m")), KeyUse(Key(name="k", key="secret"))
+        engine: Any = SimpleNamespace(submit=calls.open, close=calls.close)
+        requests = tuple(Request(id=id, prompt=(1,) * n) for id, n in (("taken", 3), ("refused", 40)))
+        call = ClientCall(engine, requests, asyncio.Event().wait, key)  # type: ignore[arg-type]
+        calls.accept("taken")
+        assert calls.fail("refused", ApiError(400, "the grammar cannot be compiled")) == ["taken"]
+        call.close()
+        assert key.tokens == calls.metrics.prompt_tokens == calls.metrics.request_prompt.sum == 3
+
+    asyncio.run(play())

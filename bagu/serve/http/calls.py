@@ -55,8 +55,7 @@ class ClientCall:
         self._watcher.cancel()
         self._engine.close(self.pending)
         if self._key is not None:
-            prompts = sum(len(request.prompt) for request in self.pending.requests)
-            self._key.charge(prompts + self.pending.num_tokens, time.time())
+            self._key.charge(self.pending.prompt_tokens + self.pending.num_tokens, time.time())
             self._key = None
 
     async def _watch(self, receive: Receive) -> None:

@@ -42,12 +42,14 @@ class PendingCall:
     failure: ApiError | None = None
     started: float | None = None  # begin of the first step of a request, by `time.perf_counter`
     first_token: float | None = None  # arrival of the first token
+    prompt_tokens: int = 0  # of the requests that the engine has queued
     num_tokens: int = 0  # of ended choices
     finish_reasons: list[Finish] = field(default_factory=list)  # of ended choices
-    _accepted: int = 0  # number of requests
+    _offered: dict[str, int] = field(default_factory=dict)  # prompt tokens of the requests that it has not queued yet
     _callback: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
+        self._offered.update((r.id, len(r.prompt)) for r in self.requests)
         self.unfinished.update(((r.id, i), _TokenTimes()) for r in self.requests for i in range(r.sampling.n))
 
     @property
@@ -74,14 +76,16 @@ class PendingCall:
         self.set_callback(lambda: None if updated.done() else updated.set_result(None))
         await updated
 
-    def accept(self) -> None:
-        """Record that the engine has queued one of the requests, after all its checks."""
-        self._accepted += 1
+    def accept(self, request_id: str) -> int:
+        """Record that the engine has queued one of the requests, after all its checks; returns its prompt tokens."""
+        count = self._offered.pop(request_id)
+        self.prompt_tokens += count
         self.notify()
+        return count
 
     async def wait_until_accepted(self) -> None:
         """Wait until the engine has queued all requests. Raises the failure."""
-        while self._accepted < len(self.requests) and not self.events and not self.ended:
+        while self._offered and not self.events and not self.ended:
             await self.wait_for_update()
         if self.failure is not None and not self.events:
             raise self.failure
@@ -147,9 +151,6 @@ class PendingCalls:
         call = PendingCall(tuple(requests))
         self._by_request.update((r.id, call) for r in requests)
         self.choices += wanted
-        for r in requests:
-            self.metrics.prompt_tokens += len(r.prompt)
-            self.metrics.request_prompt.observe(len(r.prompt))
         return call
 
     def close(self, call: PendingCall, reason: Finish = "abort") -> list[str]:
@@ -192,7 +193,9 @@ class PendingCalls:
 
     def accept(self, request_id: str) -> None:
         if (call := self._by_request.get(request_id)) is not None:
-            call.accept()
+            count = call.accept(request_id)
+            self.metrics.prompt_tokens += count
+            self.metrics.request_prompt.observe(count)
 
     def fail(self, request_id: str, error: ApiError) -> list[str]:
         """End the call of a request with an error; returns its other requests, which the engine must abort."""
