@@ -35,8 +35,8 @@ class EngineStats:
     constrained_requests: int = 0  # with a grammar
     grammar_compilations: int = 0
     grammar_compile_s: float = 0.0
-    mask_s: float = 0.0  # computing token masks
-    mask_wait_s: float = 0.0  # the part of it that the engine waited for
+    mask_s: float = 0.0  # work on token masks, by all threads
+    mask_wait_s: float = 0.0  # the part of it that took time of the engine's thread
     forced_tokens: int = 0  # of generated_tokens: not sampled, since a grammar allowed no other
 
 

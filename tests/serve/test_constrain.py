@@ -179,6 +179,12 @@ def test_more_choices_than_tokens_of_a_step_have_forced_tokens(
     assert [c.tokens for c in found] == [c.tokens for c in want]
 
 
+def test_without_threads_the_engine_waits_for_all_work_on_masks(engine: Engine, tokenizer: BpeTokenizer) -> None:
+    engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=60, grammar=SCHEMA, n=3))
+    stats = engine.stats()
+    assert stats.mask_s == stats.mask_wait_s > 0.0
+
+
 def test_a_request_may_end_and_another_begin_while_masks_are_computed(
     model: Transformer, tokenizer: BpeTokenizer
 ) -> None:

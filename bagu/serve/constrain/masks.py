@@ -55,7 +55,8 @@ class Masks:
 
     def __init__(self, vocab_size: int, eos_ids: Seq[int], device: torch.device) -> None:
         self.vocab_size, self.eos_ids = vocab_size, tuple(eos_ids)
-        self.mask_s = self.wait_s = 0.0  # computing masks; of that, what the engine's thread waits for
+        # Work on masks; of that, what takes time of the engine's thread: its own work, and waiting for other threads.
+        self.mask_s = self.wait_s = 0.0
         self.requests = 0
         self._choices: dict[str, list[_Choice]] = {}  # by request
         self._failures: dict[tuple[str, int], str] = {}
@@ -110,7 +111,7 @@ class Masks:
                 going.append(choice)
                 if following := self._consume(choice, tokens[row]):
                     forced[sequence] = following
-        self.mask_s += time.perf_counter() - began
+        self._add_own_work(time.perf_counter() - began)
         self._begin(going)
         return forced
 
@@ -124,14 +125,14 @@ class Masks:
         rows = list(self._constrained(plan.sampled))
         if not rows:
             return None
-        began = time.perf_counter()
         for _, _, choice in rows:
             self._wait(choice)
             choice.wait = None
+        began = time.perf_counter()
         masks = self._gather(len(plan.sampled), [row for row, _, _ in rows], [choice.row for _, _, choice in rows])
         for row, sequence, choice in rows:
             self._finish_row(masks[row], sequence, choice)
-        self.wait_s += time.perf_counter() - began
+        self._add_own_work(time.perf_counter() - began)
         return masks
 
     def _consume(self, choice: _Choice, token: int) -> list[int]:
@@ -150,9 +151,7 @@ class Masks:
             return
         wait: Wait = _no_wait
         if self.threads == 1:
-            seconds = self._compute(choices)
-            self.mask_s += seconds
-            self.wait_s += seconds
+            self._add_own_work(self._compute(choices))
         else:
             if self._thread is None:
                 from llguidance import LLExecutor
@@ -203,9 +202,15 @@ class Masks:
         return masks
 
     def _wait(self, choice: _Choice) -> None:
-        """Wait until the mask of a choice is computed, if that was started."""
-        if choice.wait is not None:
+        """Wait until the mask of a choice is computed, if another thread does that."""
+        if choice.wait is not None and self._thread is not None:
+            began = time.perf_counter()
             self.mask_s += choice.wait()
+            self.wait_s += time.perf_counter() - began
+
+    def _add_own_work(self, seconds: float) -> None:
+        self.mask_s += seconds
+        self.wait_s += seconds
 
     def _compute(self, choices: Seq[_Choice]) -> float:
         """Compute masks one after another; returns the seconds that it took. For a CPU: there 32 masks of 8192 tokens
