@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 from api_client import ASK, CHAT, TEXT, get, post
-from tiny_server import KEY, MAX_LEN, Running
+from tiny_server import KEY, MAX_LEN, Running, load
 
 from bagu.serve.http import fields
 from bagu.serve.http.calls import ApiError
+from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.openai import CompletionBody
 from bagu.serve.http.parse import MAX_DEPTH, parse
+from bagu.serve.http.pipe import Ready
 
 DEEP_TOOL = (
     b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f", '
@@ -109,6 +112,20 @@ def test_no_number_crashes_the_engine(client: openai.OpenAI, tiny: Running) -> N
                 {"min_tokens": 3, "stop_token_ids": list(range(4096)), "logprobs": 1}):  # fmt: skip
         answer = post(tiny, TEXT, {"prompt": "a", "max_tokens": 4, "ignore_eos": True, **ask})
         assert answer.status_code == 200, answer.text
+
+
+def test_stop_tokens_outside_the_vocabulary_do_not_reach_the_engine() -> None:
+    """With min_tokens a step visits all of them: 700,000 took 54 ms (ARM), for all requests."""
+    _, tokenizer, chat = load()
+    ready = Ready(
+        tokenizer=tokenizer, chat=chat, generates=True, max_model_len=512, vocab_size=tokenizer.vocab_size
+    )  # fmt: skip
+    ids = [7, 3, 7, tokenizer.vocab_size, *range(2**40, 2**40 + 1000)]
+    text = parse(CompletionBody, json.dumps({"prompt": "a", "stop_token_ids": ids}).encode()).to_job(ready)
+    assert text.requests[0].sampling.stop_token_ids == (7, 3)
+    message = {"role": "user", "content": "a"}
+    said = parse(ChatBody, json.dumps({"messages": [message], "stop_token_ids": ids}).encode()).to_job(ready)
+    assert set(said.requests[0].sampling.stop_token_ids) == {3, 7, *chat.turn_ends}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -99,7 +99,6 @@ class Generation(Body):
         Word | Annotated[list[Word], Field(max_length=16)] | None,
         Field(description="a non-empty string, or a list of up to 16 of them"),
     ] = None
-    # ids outside the vocabulary have no effect
     stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = None
     seed: INT64 | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
@@ -160,6 +159,9 @@ class Generation(Body):
         chosen = {**ready.defaults.sampling, **{name: value for name, value in given.items() if value is not None}}
         if self.top_k in (-1, 0):  # all tokens, as in vLLM, also if the model has another default
             chosen["top_k"] = None
+        # Ids outside the vocabulary have no effect, but with min_tokens every step would visit them.
+        stops = dict.fromkeys(id for id in chosen["stop_token_ids"] if id < ready.vocab_size)
+        chosen["stop_token_ids"] = tuple(stops)
         try:
             return Sampling(**chosen)
         except ArgumentError as error:
