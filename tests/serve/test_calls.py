@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,8 @@ from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Job
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.pipe import Ready
-from bagu.serve.http.responses import CompletionResponse
-from bagu.serve.request import Request, Sampling, TokenEvent
+from bagu.serve.http.responses import CompletionResponse, to_json
+from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
 
 TOKENIZER = BpeTokenizer.train(["abc"], vocab_size=300)
 
@@ -144,3 +145,13 @@ def test_only_prompts_that_the_engine_takes_are_counted_and_charged() -> None:
         assert key.tokens == calls.metrics.prompt_tokens == calls.metrics.request_prompt.sum == 3
 
     asyncio.run(play())
+
+
+def test_a_prompt_logprob_of_minus_infinity_is_json() -> None:
+    ready = Ready(tokenizer=TOKENIZER, chat=None, generates=True, max_model_len=9, vocab_size=300)
+    request = Request(id="a", prompt=(1, 2), sampling=Sampling(max_tokens=0, prompt_logprobs=1))
+    response = CompletionResponse(Job("cmpl-1", (request,), None, False, False, True), ready, "m")
+    never = TokenLogprob(-math.inf, ((3, 0.0), (4, -math.inf)))
+    response.add([PromptLogprobs("a", 1, (never,)), TokenEvent("a", 0, None, finish="length")])
+    (choice,) = json.loads(to_json(response.body()))["choices"]
+    assert [found["logprob"] for found in choice["prompt_logprobs"][1].values()] == [-9999.0, 0.0, -9999.0]

@@ -162,7 +162,9 @@ class GenerationResponse:
         rows: list[dict[str, Any] | None] = [None] * found.start
         for token, scored in zip(request.prompt[found.start :], found.tokens, strict=True):
             pairs = {token: scored.logprob, **dict(scored.top)}
-            rows.append({str(t): {"logprob": p, "decoded_token": self.token_text(t)} for t, p in pairs.items()})
+            rows.append(
+                {str(t): {"logprob": _finite(p), "decoded_token": self.token_text(t)} for t, p in pairs.items()}
+            )
         return {"prompt_logprobs": rows}
 
     def _envelope(self) -> str:
