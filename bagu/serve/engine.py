@@ -222,7 +222,7 @@ class Engine(GenerationMixin):
             steps=counter.steps,
             generated_tokens=counter.tokens,
             preemptions=scheduler.preemptions,
-            prefix_queries=scheduler.prompt_tokens,
+            prefix_queries=scheduler.looked_up_tokens,
             prefix_hits=scheduler.hit_tokens,
             drafts=0 if self.speculator is None else self.speculator.drafts_verified,
             draft_tokens=0 if self.speculator is None else self.speculator.drafted_tokens,

@@ -28,8 +28,8 @@ class Sequence:
     """One choice of a request: its tokens, its progress and its blocks. Only the scheduler changes it."""
 
     __slots__ = (
-        "adapter", "cached", "computed", "draws", "end", "finished", "forks", "hit_tokens", "in_flight", "index",
-        "keys", "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
+        "adapter", "cached", "computed", "draws", "end", "finished", "forks", "in_flight", "index", "keys",
+        "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
         "started", "stops", "table", "table_row", "tokens", "waits",
     )  # fmt: skip
 
@@ -56,8 +56,7 @@ class Sequence:
         self.table_row = -1  # while it runs: its row in a table of max_num_seqs rows, unchanged until it stops running
         self.forks: list[Sequence] = []  # choices that will share this one's blocks after its prefill
         self.keys: list[bytes] = []  # prefix cache keys of its full blocks
-        self.hit_tokens = 0  # tokens found in the prefix cache at its last admission
-        self.cached: int | None = None  # the same at its first admission, before any token or preemption
+        self.cached: int | None = None  # prompt tokens found in the prefix cache at its first admission
         self.started: float | None = None  # time.perf_counter at its first admission; None for a fork
         self.scores = sampling.prompt_logprobs is not None and index == 0
         self.score_next = max(request.score_start - 1, 0)  # first position whose logits are needed for a prompt logprob

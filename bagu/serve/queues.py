@@ -32,8 +32,8 @@ class SequenceQueues:
         self.requests: dict[str, list[Sequence]] = {}  # unfinished choices, including those that are not forked yet
         self.in_flight: deque[Plan] = deque()
         self.preemptions = 0
-        self.prompt_tokens = 0  # tokens of all admitted sequences
-        self.hit_tokens = 0  # those of them found in the prefix cache
+        self.looked_up_tokens = 0  # of all admissions, in the prefix cache
+        self.hit_tokens = 0  # those of them found there
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._writes: list[tuple[int, int, int]] = []
         self._serial = count()
@@ -105,14 +105,15 @@ class SequenceQueues:
     def _begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
         """Start to run a sequence, with the blocks `hits` of the prefix cache at the beginning of its table."""
         sequence.table = self.blocks.new_table(hits, dead=dead)
-        sequence.planned = sequence.computed = sequence.hit_tokens = len(hits) * self.blocks.block_size
+        sequence.planned = sequence.computed = len(hits) * self.blocks.block_size
         for choice in (sequence, *sequence.forks):
             choice.table_row = self._free_rows.pop()
         self._writes.extend((sequence.table_row, at, block) for at, block in enumerate(sequence.table.blocks))
-        self.prompt_tokens += len(sequence.tokens)
-        self.hit_tokens += sequence.hit_tokens
+        if self.blocks.prefix_cache:
+            self.looked_up_tokens += len(sequence.tokens)
+            self.hit_tokens += sequence.computed
         if sequence.cached is None:
-            sequence.cached = sequence.hit_tokens
+            sequence.cached = sequence.computed
             sequence.started = time.perf_counter()
         insort(self.running, sequence, key=RANK)
 

@@ -299,3 +299,13 @@ def test_logprobs_belong_to_their_request_also_with_overlapping_steps() -> None:
     for completion, ask in ((own, 1), (top, 2)):
         scored = small_engine(small_model()).score([prompts[ask] + list(completion.tokens)], [len(prompts[ask])])[0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), torch.tensor(scored), atol=1e-4, rtol=0)
+
+
+def test_without_a_prefix_cache_no_token_is_looked_up() -> None:
+    asked = Sampling(max_tokens=2, temperature=0.0)
+    for cache, looked_up in ((True, 24), (False, 0)):
+        engine = small_engine(small_model(), prefix_cache=cache)
+        for _ in range(2):
+            engine.generate([list(range(1, 13))], asked)
+        stats = engine.stats()
+        assert stats.prefix_queries == looked_up and (stats.prefix_hits > 0) == cache
