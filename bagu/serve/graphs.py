@@ -3,12 +3,13 @@ too: drafts, and tokens that a grammar forces.
 
 A graph has fixed shapes, so a step is padded to a bucket: the number of sequences to a power of two (above 32 to a
 multiple of 32), the context to a power of two. If sequences have several tokens, the number of all tokens is a power of
-two, and sequences of padding have the rest; such steps have larger buckets, since a capture takes longer than many of
-them. Padding tokens are written to a block that is in no table. Rows are independent, so they do not change other rows.
-A graph is captured at the first step of its bucket, and all graphs share one memory pool.
+two, and additional sequences have the padding tokens. The buckets of such steps are larger: their sizes have many
+combinations, and a capture takes as long as many steps. Padding tokens are written to a block that is in no table. Rows
+are independent, so they do not change other rows. A graph is captured at the first step of its bucket, and all graphs
+share one memory pool.
 
 The inputs of a graph are views of one buffer, so a step fills them with one copy from the host. With a copy and a fill
-for each of them, the host of an H200 took 0.48 ms for 32 decodes, and now 0.28.
+for each of them, the host of an H200 takes 0.48 ms for 32 decodes instead of 0.28.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class GraphInputs:
         self.layout = _layout(fields)
         self.buffer = torch.zeros(self.layout.itemsize, dtype=torch.uint8, device=device)
         views = _views(self.buffer, self.layout)
-        alone = size.max_len == 1
+        only_decodes = size.max_len == 1
         self.batch = Batch(
             ids=views["ids"],
             positions=views["positions"],
@@ -95,8 +96,8 @@ class GraphInputs:
             block_tables=views["tables"],
             max_len=size.max_len,
             max_context=size.context,
-            num_decodes=size.sequences if alone else 0,
-            decode_context=size.context if alone else 0,
+            num_decodes=size.sequences if only_decodes else 0,
+            decode_context=size.context if only_decodes else 0,
             adapters=views.get("adapters"),
         )
         self._late, self._sample_rows = Late(views["late_rows"], views["late_samples"]), views["sample_rows"]

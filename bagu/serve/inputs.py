@@ -39,8 +39,8 @@ class StepArrays(NamedTuple):
 
     ids: np.ndarray  # [T] int64; any token where it is late
     positions: np.ndarray  # [T] int64
-    slots: np.ndarray  # [T] int64
-    adapters: np.ndarray | None  # [T] int64
+    slots: np.ndarray  # [T] int64: in the KV pool, as in `Batch`
+    adapters: np.ndarray | None  # [T] int64: slots of their adapters
     cu_seqlens: np.ndarray  # [S + 1] int32
     context_lens: np.ndarray  # [S] int32
     tables: np.ndarray  # int32: the block tables of all running sequences
@@ -81,7 +81,7 @@ class StepInputs:
         pieces = flat.to(self.device, non_blocking=True).split([v.size for v in values])
         return [piece.view(v.shape) for piece, v in zip(pieces, values, strict=True)]
 
-    def slots(self, plan: Plan) -> np.ndarray | None:
+    def adapter_slots(self, plan: Plan) -> np.ndarray | None:
         """[T]: the slot of each token's adapter; None if no token has one."""
         if not self._has_adapters:
             return None
@@ -97,7 +97,7 @@ class StepInputs:
         else:
             rows = np.array(plan.table_rows).repeat(np.diff(plan.cu_seqlens))
             new = np.stack((np.array(plan.ids), np.array(plan.positions) + 1, rows))
-        return Decodes(new, self.tables, plan.max_len > 1, self.slots(plan))
+        return Decodes(new, self.tables, plan.max_len > 1, self.adapter_slots(plan))
 
     def batch(self, plan: Plan) -> tuple[Batch, Late | None, torch.Tensor | None]:
         """The plan as tensors on the device, what is still to be put into them, and `sample_rows`."""
@@ -137,7 +137,7 @@ class StepInputs:
             ids=ids.clip(min=0),
             positions=places,
             slots=self.tables[owner, block] * np.int64(B) + place,
-            adapters=self.slots(plan),
+            adapters=self.adapter_slots(plan),
             cu_seqlens=offsets,
             context_lens=lengths.astype(np.int32),
             tables=self.tables,

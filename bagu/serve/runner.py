@@ -1,9 +1,9 @@
 """The model runner: it runs the model on the tensors of a plan (inputs.py).
 
 A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
-Two kinds of steps have a faster equivalent: decodes and verified drafts on a GPU replay a CUDA graph (graphs.py), and
-decodes, verified drafts and short prompts on a CPU are one call of C++ where that computes the model's layers
-(cpu/match.py). With int4 weights, and with int8 on a CPU with int8 dot products, all steps are.
+Two kinds of steps have a faster equivalent: steps without prompts on a GPU replay a CUDA graph (graphs.py), and short
+steps on a CPU are one call of C++ where that computes the model's layers (cpu/match.py). With int4 weights, and with
+int8 on a CPU with int8 dot products, all steps are.
 
 With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
 tp/lead.py sends, and the logits are gathered.

@@ -1,8 +1,7 @@
-"""The sampler: keeps the state of each request, and samples the tokens of a step with the functions of
-sample.py.
+"""The sampler: keeps the state of each request, and samples the tokens of a step with the functions of sample.py.
 
 Logprobs are those of the unmodified model, before temperature and penalties. They are computed by the same function as
-the trainer's, ops.linear_cross_entropy (with int8 weights from the int8 logits).
+the trainer's, ops.linear_cross_entropy (with quantized weights from their logits).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Sampler:
         self.masks = Masks(runner.source.config.vocab_size, eos_ids, runner.device)
         self._special = frozenset(getattr(tokenizer, "special_ids", {}).values())
         # Ids of requests that need more than an argmax per token. Usually all are empty, and a step skips the work.
-        self._not_plain: set[str] = set()  # with random sampling, penalties or logprobs
+        self._not_plain: set[str] = set()  # with random sampling, bias, penalties, a grammar or logprobs
         self._adjusted: set[str] = set()  # with bias, penalties or masked tokens
         self._with_prompt_logprobs: set[str] = set()
         self._with_stop_strings: set[str] = set()

@@ -31,8 +31,8 @@ class MaskThread:
 
     def start(self, task: Task) -> Callable[[], float]:
         """Call a task in the thread, and return a function that waits for it: it returns the seconds of the tasks that
-        were not waited for before, and raises what they have raised. If no other one is waited for, `start` returns
-        when the task has released the GIL, or ended."""
+        were not waited for before, and raises what they have raised. If all earlier tasks were waited for, `start`
+        returns when this one has released the GIL, or ended."""
         idle = self._started == self._waited
         self._tasks.put((task, idle))
         if idle:

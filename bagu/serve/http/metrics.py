@@ -226,7 +226,7 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ("bagu:grammar_mask_seconds_total", "counter", "Time to compute token masks.", engine.mask_s),
         (
             "bagu:grammar_mask_wait_seconds_total", "counter",
-            "Time that the engine waited for token masks; the rest overlapped with the model.", engine.mask_wait_s,
+            "The part of it in the engine's thread; the rest overlapped with the model.", engine.mask_wait_s,
         ),
     ):  # fmt: skip
         yield from _metric(name, kind, help)
