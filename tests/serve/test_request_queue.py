@@ -88,15 +88,34 @@ def test_a_refused_grammar_is_answered_with_the_reason(worker: Worker) -> None:
     assert not worker.engine.has_work
 
 
-def test_a_stopped_engine_process_ends_the_processes_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started in a test."""
+    found: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
     def recorded(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(*args, **options))
-        return started[-1]
+        found.append(popen(*args, **options))
+        return found[-1]
 
     monkeypatch.setattr(subprocess, "Popen", recorded)
+    return found
+
+
+def test_a_process_that_ended_while_idle_refuses_no_grammar(
+    worker: Worker, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """As when the system is out of memory and kills it."""
+    for name, pattern in (("first", "a+"), ("second", "b+")):
+        worker.requests.submit(request(name, Grammar.regex(pattern)), 1.0)
+        worker.requests.compiled(worker.next_message().request, 1.0)
+        assert worker.sent() == Accepted(name)
+        started[-1].kill()
+        started[-1].wait()
+    assert len(started) == 2
+
+
+def test_a_stopped_engine_process_ends_the_processes_that_compile(started: list[subprocess.Popen[bytes]]) -> None:
     tokenizer = json_tokenizer()
     engine = constrained_engine(constrained_model(tokenizer), tokenizer)
     messages: Messages = queue.SimpleQueue()

@@ -74,9 +74,8 @@ class CheckedCompiler:
 
     def _check(self, grammar: Grammar) -> str | Unservable:
         """The source of the grammar if it compiles in the other process, else the reason why not."""
-        try:
-            process = self._idle.get_nowait()
-        except Empty:
+        process = self._idle_process()
+        if process is None:
             process = _CheckProcess()
             failure = process.start(self.compiler)
             if failure is not None:
@@ -86,6 +85,16 @@ class CheckedCompiler:
         if process.alive:
             self._idle.put(process)
         return answer
+
+    def _idle_process(self) -> _CheckProcess | None:
+        """None if there is none. The system may have killed one, which says nothing about the next grammar."""
+        with contextlib.suppress(Empty):
+            while True:
+                process = self._idle.get_nowait()
+                if process.alive:
+                    return process
+                process.kill()
+        return None
 
 
 class _CheckProcess:
