@@ -17,23 +17,18 @@ class SchedulerConfig:
     max_model_len: int
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_prefill_chunk: int | None = None  # most tokens of one prompt per step; None: the whole remaining budget
     eos_ids: tuple[int, ...] = ()
-    aging_s: float = 30.0  # seconds of waiting that equal one step of priority
     window: int | None = None  # widest sliding window; None if a layer has full attention and so needs all positions
 
     def __post_init__(self) -> None:
         minimum = {
-            "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": self.max_num_seqs,
-            "max_prefill_chunk": 1, "window": 1,
+            "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": self.max_num_seqs, "window": 1,
         }  # fmt: skip
         for name, low in minimum.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 why = " (max_num_seqs: one token per sequence)" if name == "max_num_batched_tokens" else ""
                 raise ArgumentError(f"scheduler: {name} = {value}", hint=f"{name} is {low}{why} or more")
-        if not self.aging_s > 0:
-            raise ArgumentError(f"scheduler: aging_s = {self.aging_s} s", hint="aging_s is above 0")
 
     def dead_blocks(self, computed: int, block_size: int) -> int:
         """Number of leading blocks outside the window of every token from position `computed` on: a token attends to

@@ -20,6 +20,7 @@ from bagu.serve.speculation.speculator import Speculator
 __all__ = ["SequenceQueues"]
 
 RANK = attrgetter("rank")
+AGING_S = 30.0  # seconds of waiting that equal one step of priority
 
 
 class SequenceQueues:
@@ -48,7 +49,7 @@ class SequenceQueues:
             raise ArgumentError(f"there is already a request {request.id!r}", hint="use a unique id")
         check_servable(request, self.config, num_blocks=self.blocks.num_blocks, block_size=self.blocks.block_size)
         sampling, serial = request.sampling, next(self._serial)
-        age = request.priority + request.arrival / self.config.aging_s
+        age = request.priority + request.arrival / AGING_S
         goes_on = sampling.ignore_eos and sampling.grammar is None  # after a complete text of a grammar nothing follows
         stops = frozenset(sampling.stop_token_ids + (() if goes_on else self.config.eos_ids))
         choices = [Sequence(request, i, (age, serial, i), stops, adapter) for i in range(sampling.n)]

@@ -3,7 +3,7 @@
 Prefill and decode share one token budget. Every running sequence gets one token of it; the rest goes to prompts, in
 chunks, in order of rank. So a long prompt does not delay decodes, and decodes do not block a long prompt.
 
-Rank combines priority and age: `priority + arrival / aging_s`, lower first. One step of priority equals `aging_s`
+Rank combines priority and age: `priority + arrival / AGING_S`, lower first. One step of priority equals `AGING_S`
 seconds of waiting, so a low priority delays a request but cannot starve it. The rank of a request never changes, so two
 requests cannot preempt each other in turn. Requests are admitted strictly by rank: small requests do not overtake a
 large one that does not fit yet. A sequence that needs a block preempts the running sequence of lowest rank. So the
@@ -152,7 +152,7 @@ class Scheduler(SequenceQueues):
 
     def _advance(self, builder: PlanBuilder, spare: int, drafts: Mapping[Sequence, Seq[int]]) -> int:
         """Plan the next tokens of the running sequences, by rank; returns the rest of the token budget."""
-        running, cap, B, i = self.running, self.config.max_prefill_chunk, self.blocks.block_size, 0
+        running, B, i = self.running, self.blocks.block_size, 0
         while i < len(running):  # preemption removes sequences from the end
             sequence = running[i]
             i += 1
@@ -162,7 +162,7 @@ class Scheduler(SequenceQueues):
             todo = (known if known < sequence.end else sequence.end) - start
             if todo <= 0 or (sequence.forks and sequence.pending):  # the last token is in flight, or the fork is
                 continue
-            length = 1 if todo == 1 else min(todo, spare + 1, todo if cap is None else cap)
+            length = 1 if todo == 1 else min(todo, spare + 1)
             table = sequence.table
             assert table is not None
             if table.shared or start + length > len(table.blocks) * B:
@@ -205,7 +205,7 @@ class Scheduler(SequenceQueues):
 
     def _admit(self, builder: PlanBuilder, spare: int) -> None:
         """Start waiting sequences, by rank, while there are tokens, rows and blocks for the first of the queue."""
-        cap, B = self.config.max_prefill_chunk, self.blocks.block_size
+        B = self.blocks.block_size
         while self.waiting and spare > 0:
             sequence = self.waiting[0]
             known = min(len(sequence.tokens), sequence.end)
@@ -227,7 +227,7 @@ class Scheduler(SequenceQueues):
             assert table is not None
             start = sequence.planned
             room = self.blocks.positions_available(table, start)
-            length = min(known - start, spare, known if cap is None else cap, room)
+            length = min(known - start, spare, room)
             assert length > 0, "admitted a sequence without room for a token"
             self._reserve(builder, sequence, table, start + length)
             spare -= length

@@ -25,14 +25,6 @@ def test_decodes_and_chunks_of_prompts_share_one_budget() -> None:
     assert plan.num_tokens == 16 and plan.num_decodes == 1 and plan.sample_rows == [0]
 
 
-def test_max_prefill_chunk_lets_a_short_prompt_run_beside_a_long_one() -> None:
-    fake = engine(max_num_batched_tokens=16, max_prefill_chunk=8)
-    fake.scheduler.add(ask("long", [2 + i % 19 for i in range(100)]))
-    fake.scheduler.add(ask("short", [20] * 5, arrival=1.0))
-    plan = fake.scheduler.plan()
-    assert plan is not None and [s.length for s in plan.slices] == [8, 5]
-
-
 def test_priority_runs_first_and_age_catches_up() -> None:
     def order(*requests: Request) -> list[str]:
         fake = engine(max_num_seqs=1)

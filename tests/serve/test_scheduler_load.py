@@ -32,7 +32,6 @@ systems = st.fixed_dictionaries({
     "num_blocks": st.integers(2, 40),
     "max_num_seqs": st.integers(1, 6),
     "spare": st.integers(0, 20),
-    "max_prefill_chunk": st.sampled_from([None, None, 1, 5]),
     "window": st.sampled_from([None, None, 2, 5, 9]),
     "prefix_cache": st.booleans(),
     "depth": st.integers(1, 2),
