@@ -52,7 +52,7 @@ def test_lookup_reads_only_new_tokens_and_agrees_with_a_new_index() -> None:
         if index.followed == 0 and not index.patience:
             assert grown == fresh
             agree += 1
-        assert index.after == PromptLookup()._indices.setdefault(text, type(index)(text.tokens, 3)).after
+        assert index.after == PromptLookup()._indices.setdefault(text, type(index)(text.tokens)).after
     assert agree > 100
     lookup.forget(text)
     assert not lookup._indices

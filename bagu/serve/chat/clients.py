@@ -66,11 +66,11 @@ class EngineChat:
 
 
 class HttpChat:
-    """A server with the OpenAI API at `url`, e.g. http://127.0.0.1:8000; `model` defaults to its first model."""
+    """The first model of a server with the OpenAI API at `url`, e.g. http://127.0.0.1:8000."""
 
-    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._client = ApiClient(url, api_key=api_key)
-        self.name: str = model or self._client.first_model()["id"]
+        self.name: str = self._client.first_model()["id"]
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         body = {

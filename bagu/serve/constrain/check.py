@@ -36,8 +36,8 @@ _STACK_SIZE = threading.Lock()  # threading.stack_size is a setting of the proce
 class CheckedCompiler:
     """Fills a `GrammarCompiler` in the background with grammars that have passed the check."""
 
-    def __init__(self, compiler: GrammarCompiler, *, limit_s: float = LIMIT_S) -> None:
-        self.compiler, self.limit_s = compiler, limit_s
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.compiler, self.limit_s = compiler, LIMIT_S
         self._workers = ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar")
         self._idle: SimpleQueue[_CheckProcess] = SimpleQueue()
         self._running: dict[Grammar, Future[None]] = {}  # used by the caller's thread only

@@ -117,9 +117,6 @@ class PendingCalls:
         self._by_request: dict[str, PendingCall] = {}
         self._finish_times: deque[float] = deque(maxlen=64)  # of the last choices, for Retry-After
 
-    def __len__(self) -> int:
-        return len(set(map(id, self._by_request.values())))
-
     def check_capacity(self, wanted: int) -> None:
         """Raise 400 if `wanted` choices can never fit, and 429 if they do not fit now."""
         if wanted > self.capacity:

@@ -28,27 +28,27 @@ class _Index:
 
     __slots__ = ("after", "followed", "match", "patience", "read")
 
-    def __init__(self, tokens: Seq[int], n: int) -> None:
-        ends = count(n)
+    def __init__(self, tokens: Seq[int]) -> None:
+        ends = count(NGRAM)
         # All but the last n-gram, whose next token is not known yet.
-        self.after = dict(zip(zip(*(tokens[i:-1] for i in range(n)), strict=False), ends, strict=False))
+        self.after = dict(zip(zip(*(tokens[i:-1] for i in range(NGRAM)), strict=False), ends, strict=False))
         self.read = len(tokens)  # tokens that are in the index
-        self.match = self.after.get(tuple(tokens[-n:]))  # position of the token that is expected next
+        self.match = self.after.get(tuple(tokens[-NGRAM:]))  # position of the token that is expected next
         self.followed = 0  # tokens that were as expected
         self.patience = 0  # other tokens that may still be an edit
 
-    def advance(self, tokens: list[int], n: int) -> None:
+    def advance(self, tokens: list[int]) -> None:
         """Read the tokens that are new since the last call."""
         for end in range(self.read, len(tokens)):
-            if end >= n:
-                self.after[tuple(tokens[end - n : end])] = end
+            if end >= NGRAM:
+                self.after[tuple(tokens[end - NGRAM : end])] = end
             expected = self.match
             if expected is not None and tokens[expected] == tokens[end]:
                 self.match, self.followed = expected + 1, self.followed + 1
                 continue
             if self.followed >= SOURCE:
                 self.patience = PATIENCE
-            self.match = self.after.get(tuple(tokens[end - n + 1 : end + 1]))
+            self.match = self.after.get(tuple(tokens[end - NGRAM + 1 : end + 1]))
             if self.match is None and expected is not None and self.patience:
                 self.patience -= 1
                 self.match = _near(tokens, expected, end)
@@ -69,8 +69,7 @@ class PromptLookup:
 
     free = True
 
-    def __init__(self, n: int = NGRAM) -> None:
-        self.n = n
+    def __init__(self) -> None:
         self._indices: dict[Sequence, _Index] = {}
 
     def propose(self, sequences: Seq[Sequence], count: int) -> list[list[int]]:
@@ -82,9 +81,9 @@ class PromptLookup:
     def _continuation(self, sequence: Sequence, count: int) -> list[int]:
         tokens, index = sequence.tokens, self._indices.get(sequence)
         if index is None:
-            index = self._indices[sequence] = _Index(tokens, self.n)
+            index = self._indices[sequence] = _Index(tokens)
         elif index.read < len(tokens):
-            index.advance(tokens, self.n)
+            index.advance(tokens)
         if index.match is None:
             return []
         found = tokens[index.match : index.match + count]
