@@ -279,6 +279,7 @@ def test_a_stop_string_and_max_tokens_end_it_earlier(engine: Engine, tokenizer: 
     assert (stopped.finish, stopped.stop_reason) == ("stop", '"name"') and '"x"' in (stopped.text or "")
     (short,) = engine.generate([prompt], Sampling(max_tokens=2, grammar=SCHEMA))
     assert short.finish == "length" and len(short.tokens) == 2
+    assert not engine.sampler.masks._removed, "no thread writes their masks, so their matchers are free"
 
 
 @pytest.mark.parametrize("ask", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "stop_token_ids": (4,)}])

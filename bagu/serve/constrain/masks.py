@@ -88,7 +88,7 @@ class Masks:
 
     def remove(self, request_id: str) -> None:
         for index, choice in enumerate(self._choices.pop(request_id, ())):
-            if choice.wait is None:
+            if choice.wait is None or self._thread is None:
                 self._free_rows.append(choice.row)
             else:
                 self._removed.append(choice)
