@@ -9,6 +9,7 @@ import pytest
 from tiny_server import KEY, MAX_LEN, MODEL, Running
 
 from bagu.serve.http.openapi import OPERATIONS, describe
+from bagu.serve.http.responses_api.body import SHARED
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 ASK = [{"role": "user", "content": "hello"}]
@@ -58,6 +59,13 @@ def test_the_schemas_have_the_limits_of_the_model(tiny: Running, document: dict[
     assert tiny.http.post("/v1/completions", json=ask, headers=HEADERS).status_code == 200
     ask["prompt"] = [largest + 1]
     assert tiny.http.post("/v1/completions", json=ask, headers=HEADERS).status_code == 400
+
+
+def test_a_response_has_the_limits_of_the_chat_that_it_becomes() -> None:
+    schemas = describe([MODEL], None, has_key=False)["components"]["schemas"]
+    chat, response = (schemas[body]["properties"] for body in ("ChatBody", "ResponsesBody"))
+    for name in SHARED:
+        assert response[name]["anyOf"] == chat[name]["anyOf"], name
 
 
 ASKED: dict[str, tuple[str, Any]] = {

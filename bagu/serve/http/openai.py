@@ -54,6 +54,7 @@ CLOSED: dict[str, Any] = {"additionalProperties": False}  # only keys that match
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]  # a token id as a JSON key
 Bias = Annotated[float, Field(ge=BIASES[0], le=BIASES[1])]
 Penalty = Annotated[float, Field(ge=PENALTIES[0], le=PENALTIES[1])]
+Repetition = Annotated[float, Field(ge=REPETITIONS[0], le=REPETITIONS[1])]
 
 
 class Job(NamedTuple):
@@ -104,7 +105,7 @@ class Generation(Body):
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=REPETITIONS[0], le=REPETITIONS[1])] | None = None
+    repetition_penalty: Repetition | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

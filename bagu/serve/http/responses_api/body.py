@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 from bagu.serve.http import fields
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Word
+from bagu.serve.http.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Repetition, Word
 from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses_api.items import input_messages
 from bagu.serve.http.structured import StructuredOutputs
@@ -74,7 +74,7 @@ class ResponsesBody(Body):
     )
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Repetition | None = None
     ignore_eos: bool | None = None
     priority: INT64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
