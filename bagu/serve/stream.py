@@ -148,7 +148,8 @@ class TextStream:
             return delta
         self._count += token is not None
         text, self.stop = self._stops.push(delta, armed=self._count >= self._sampling.min_tokens)
-        return text + self._stops.flush() if last and self.stop is None else text
+        # The engine searches for stop strings in a text with the names of silent tokens: none spans such a token.
+        return text + self._stops.flush() if (last or silent) and self.stop is None else text
 
     def read(self, event: TokenEvent, *, silent: bool = False) -> str:
         """`push` for an event of the engine."""

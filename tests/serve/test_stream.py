@@ -134,6 +134,15 @@ def test_text_before_min_tokens_cannot_begin_a_stop_string() -> None:
     assert stream.stop == "ab"
 
 
+def test_a_stop_string_does_not_span_a_token_without_text() -> None:
+    """A control token has no text in a response. The engine sees its name there, finds no stop string and goes on."""
+    engine, response = (TextStream(Bytes(), Sampling(stop=("ab",))) for _ in range(2))
+    for c in "xa#bz":
+        engine.push(ord(c))
+    texts = [response.push(ord(c), silent=c == "#", last=c == "z") for c in "xa#bz"]
+    assert engine.stop is response.stop is None and "".join(texts) == "xabz"
+
+
 def test_the_token_that_ends_a_text_is_left_out_unless_requested() -> None:
     end = TokenEvent("r", 0, ord("."), finish="stop", stop_reason=ord("."))
     shown = []
