@@ -134,11 +134,12 @@ class RepositoryModel:
 
     async def start(self) -> None:
         """Load the versions of the configuration, one after the other."""
-        for number in self.layout.loaded_at_start:
-            try:
-                await self._load(number)
-            except BaguError as error:
-                _log(f"{self.name}@{number} is not loaded: {error}")
+        async with self._operation:
+            for number in self.layout.loaded_at_start:
+                try:
+                    await self._load(number)
+                except BaguError as error:
+                    _log(f"{self.name}@{number} is not loaded: {error}")
 
     async def load(self, number: int) -> None:
         """Load a version without traffic, or do nothing if it is loaded."""
