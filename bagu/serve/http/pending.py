@@ -45,7 +45,7 @@ class PendingCall:
     prompt_tokens: int = 0  # of the requests that the engine has queued
     num_tokens: int = 0  # of ended choices
     finish_reasons: list[Finish] = field(default_factory=list)  # of ended choices
-    _offered: dict[str, int] = field(default_factory=dict)  # prompt tokens of the requests that it has not queued yet
+    _offered: dict[str, int] = field(default_factory=dict)  # prompt tokens of requests that are not queued yet
     _callback: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
