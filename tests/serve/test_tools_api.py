@@ -331,3 +331,14 @@ def test_a_model_without_a_form_of_calls_refuses_tools() -> None:
     assert refused.value.param == "tools" and "--tool-parser" in refused.value.hint
     job = parse(ChatBody, json.dumps(ask()).encode()).to_job(replace(ready, tool_parser="llama3"))
     assert job.format is not None and job.format.form is FORMS["llama3"]
+
+
+def test_tools_too_large_for_a_grammar_are_refused() -> None:
+    _, tokenizer, chat = load()
+    ready = Ready(tokenizer=tokenizer, chat=chat, generates=True, max_model_len=10**6, vocab_size=320)
+    properties = {f"p{i}": {"type": "string", "description": "x" * 200} for i in range(1300)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    body = {"messages": ASK, "tools": [tool], "tool_choice": "required"}
+    with pytest.raises(ApiError, match=r"has 3[0-9]{5} characters") as refused:
+        parse(ChatBody, json.dumps(body).encode()).to_job(ready)
+    assert (refused.value.status, refused.value.param) == (400, "tools") and "262144" in refused.value.hint

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from bagu.errors import ArgumentError
 from bagu.serve.grammar import Grammar
 from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
@@ -80,10 +81,13 @@ class ChatBody(ToolFields, Generation):
             raise ApiError(400, message, param="response_format", hint=hint)
         if not (required or content is not None or any(tool.strict for tool in tools)):
             return format, None
-        grammar = tool_grammar(
-            form, tools, max_calls=self.max_calls, special_ids=ready.special_tokens, required=required, content=content,
-            thinks=ready.thinks, thinking=thinking,
-        )  # fmt: skip
+        try:
+            grammar = tool_grammar(
+                form, tools, max_calls=self.max_calls, special_ids=ready.special_tokens, required=required,
+                content=content, thinks=ready.thinks, thinking=thinking,
+            )  # fmt: skip
+        except ArgumentError as error:  # it is too large
+            raise ApiError(400, str(error), param="tools", hint=error.hint) from error
         return replace(format, live=True), grammar
 
     @property
