@@ -342,3 +342,12 @@ def test_tools_too_large_for_a_grammar_are_refused() -> None:
     with pytest.raises(ApiError, match=r"has 3[0-9]{5} characters") as refused:
         parse(ChatBody, json.dumps(body).encode()).to_job(ready)
     assert (refused.value.status, refused.value.param) == (400, "tools") and "262144" in refused.value.hint
+
+
+def test_a_chat_template_that_writes_nothing_is_an_error_of_the_request() -> None:
+    _, tokenizer, _ = load()
+    chat = ChatEncoder(tokenizer, ChatTemplate(source="{% if messages[0].content == 'go' %}go{% endif %}"))
+    ready = Ready(tokenizer=tokenizer, chat=chat, generates=True, max_model_len=512, vocab_size=320)
+    with pytest.raises(ApiError, match="the prompt is empty") as refused:
+        parse(ChatBody, json.dumps({"messages": ASK}).encode()).to_job(ready)
+    assert (refused.value.status, refused.value.param) == (400, "messages")

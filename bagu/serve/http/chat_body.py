@@ -48,6 +48,8 @@ class ChatBody(ToolFields, Generation):
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", hint='add "logprobs": true')
         tools = self.chosen_tools()
         prompt = self.prompt_ids(ready)
+        if not prompt:
+            raise ApiError(400, "the prompt is empty", param="messages", hint="the chat template writes nothing")
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         left = tokens_left([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
