@@ -88,6 +88,20 @@ def test_a_refused_grammar_is_answered_with_the_reason(worker: Worker) -> None:
     assert not worker.engine.has_work
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_the_compiler_refuses_the_request(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a result for its grammar it would be compiled again and again."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(worker.engine.grammars, "matcher", fails)
+    worker.requests.submit(request("a", Grammar.regex("a+")), 1.0)
+    worker.requests.compiled(worker.next_message().request, 1.0)
+    answer = worker.sent()
+    assert isinstance(answer, Refused) and "the grammar compiler failed" in answer.message
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """The processes that are started in a test."""

@@ -67,6 +67,9 @@ class CheckedCompiler:
             self.compiler.keep(grammar, source)
         else:
             _with_stack(COMPILE_STACK, partial(self._compile, grammar, source))
+            if not self.compiler.has_result(grammar):  # a bug, whose traceback is printed; requests need a result
+                hint = "the server's log has the reason"
+                self.compiler.keep(grammar, Unservable("the grammar compiler failed", hint=hint, param="grammar"))
 
     def _compile(self, grammar: Grammar, source: str) -> None:
         with contextlib.suppress(Unservable):  # the engine's own call raises it again
