@@ -42,6 +42,7 @@ IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[ \n\r\t]+", *(f"{IN_STRING}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)), f"{IN_STRING}+"]
 KEPT_TEXTS = 1024  # encoded texts: a grammar forces the same ones again and again, such as the keys of an object
 SLOW_S = 0.1  # a grammar that compiles for longer is compiled once
+QUICK_S = 0.02  # requests add no lexer to a grammar that compiles for longer: the engine's thread compiles it
 # On an H200's host with 8 threads and 32 streams, decoding to a JSON schema is 1.12 times as fast as free text with 32
 # lexers, and 0.92 times with 8.
 LEXERS_PER_THREAD = 4
@@ -277,10 +278,11 @@ class GrammarCompiler:
             source = grammar_source(grammar) if source is None else source
             started = time.perf_counter()
             first = compile_grammar(grammar, source, self._tokens)
-            slow = time.perf_counter() - started > SLOW_S
-            lexers = 1 if slow else self.lexers
+            seconds = time.perf_counter() - started
+            lexers = self.lexers if seconds < SLOW_S else 1
             matchers = [first, *(_new_matcher(source, self._tokens) for _ in range(lexers - 1))]
-            return _Compiled(matchers, source, most=1 if lexers == 1 else LEXERS_PER_THREAD * lexers)
+            adds = lexers > 1 and seconds < QUICK_S
+            return _Compiled(matchers, source, most=LEXERS_PER_THREAD * lexers if adds else lexers)
         except Unservable as error:
             return error
         finally:
