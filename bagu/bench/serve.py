@@ -18,85 +18,55 @@ measure the cost of HTTP, if the server reports them:
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 from bagu.bench.harness import RESULTS, Rows
 from bagu.bench.serve_client import Server
 from bagu.bench.serve_compare import compare
-from bagu.bench.serve_load import REQUESTS, Load, connect, fitting, run_load
+from bagu.bench.serve_load import REQUESTS, Load, Target, connect, run_load
 from bagu.bench.serve_plot import draw, draw_sweep
 from bagu.bench.serve_show import show_load, show_sweep
-from bagu.bench.trace import read_trace
-from bagu.bench.workload import Lengths
 from bagu.errors import ArgumentError
 from bagu.runs.record import ensure_folder
 
-__all__ = ["fitting", "main", "sweep_loads"]
+__all__ = ["main", "sweep_loads"]
 
 
 def main(
-    url: str | None = None,
+    server: AbstractContextManager[str],
+    load: Load,
     *,
-    server: AbstractContextManager[str] | None = None,
     model: str | None = None,
     api_key: str | None = None,
-    requests: int | None = None,
-    inputs: str | None = None,
-    outputs: str | None = None,
-    shared_prefix: int = 0,
-    max_concurrency: int | None = None,
-    request_rate: float = math.inf,
-    trace: Path | None = None,
-    trace_speed: float = 1.0,
     sweep: str | None = None,
     against: str | None = None,
     rounds: int = 5,
-    temperature: float = 0.0,
-    goodput: Mapping[str, float] | None = None,
-    warmups: int = 1,
-    timeout_s: float = 600.0,
-    seed: int = 0,
     plot: Path | None = None,
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Send load to the server at `url`, or to the one that `server` starts. Print a table, append rows to `out`, and
-    write a plot to the folder `plot`. Returns 1 if requests failed.
+    """Send the load to a server. Print a table, append rows to `out`, and write a plot to the folder `plot`. Returns 1
+    if requests failed.
 
-    Without `request_rate` or `trace` the load is a closed loop of `max_concurrency` clients (default 8). With one,
-    `max_concurrency` limits the requests in flight, and waiting for it is not counted, as in vLLM. Without `inputs` or
-    `outputs`, prompts and outputs have 32 to 128 tokens, or fewer if the model's maximum length is too short. `goodput`
-    has milliseconds by metric, e.g. {"ttft": 200, "tpot": 50}: the requests per second that meet all of them.
-    `sweep` is "1,2,4" (clients) or "rate:1,2,4" (requests per second); `against` is the URL of a second server.
+    `server` gives the URL and may start the server; `nullcontext(url)` is one that runs already. `sweep` is "1,2,4"
+    (clients) or "rate:1,2,4" (requests per second). `against` is the URL of a second server: both are measured
+    `rounds` times in turn.
     """
-    if (url is None) == (server is None):
-        raise ArgumentError("the benchmark needs one server", hint="give its URL, or a MODEL to start one for")
-    load = Load(
-        requests=requests, inputs=_lengths(inputs), outputs=_lengths(outputs), shared_prefix=shared_prefix,
-        max_concurrency=max_concurrency, request_rate=request_rate,
-        trace=None if trace is None else read_trace(trace, requests), speed=trace_speed, temperature=temperature,
-        goodput=goodput or {}, warmups=warmups, timeout_s=timeout_s, seed=seed,
-    )  # fmt: skip
+    if against is not None and (sweep is not None or plot is not None):
+        raise ArgumentError("a comparison of two servers has no sweep and no plot", hint="leave out --sweep and --plot")
     loads = [load] if sweep is None else sweep_loads(load, sweep)
-    if against is not None and sweep is not None:
-        raise ArgumentError("a sweep of two servers", hint="give --sweep or --against, not both")
-    other = None if against is None else Server(against, api_key)
-    if other is not None and url is not None and Server(url).url == other.url:
-        raise ArgumentError(
-            f"{other.url} against itself", hint="its prefix cache would know the prompts: start a second server"
-        )
+    other = None if against is None else Server(against, api_key)  # a wrong URL is refused before a server is started
     rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
     if plot is not None:
         ensure_folder(plot)
-    with nullcontext(url) if server is None else server as address:
-        target = connect(Server(str(address), api_key), model, seed)
+    with server as url:
+        target = connect(Server(url, api_key), model, load.seed)
         if other is not None:
-            return compare((target, connect(other, None, seed)), load, rows, rounds=rounds)
+            return compare((target, _second(target, other, load.seed)), load, rows, rounds=rounds)
         measured = []
         for one in loads:
             row, answers = run_load(target, one)
@@ -105,7 +75,7 @@ def main(
             if len(loads) > 1:
                 rows.console.print(f"{one}: {row['output_throughput']:,.0f} output tokens/s", style="dim")
     if sweep is not None:
-        points = [(str(_point(one)), row) for one, row, _ in measured]
+        points = [(_point(one), row) for one, row, _ in measured]
         kind = "requests/s" if loads[0].is_poisson else "clients"
         why = None if plot is None else draw_sweep(points, kind, plot, f"{target.model}, {kind}: {sweep}")
         rows.finish(*show_sweep(points, kind, why))
@@ -116,8 +86,13 @@ def main(
     return int(any(row["failed"] > 0 for _, row, _ in measured))
 
 
-def _lengths(text: str | None) -> Lengths | None:
-    return None if text is None else Lengths.parse(text)
+def _second(first: Target, server: Server, seed: int) -> Target:
+    """The server that `first` is compared with."""
+    if server.url == first.server.url:
+        raise ArgumentError(
+            f"{server.url} against itself", hint="its prefix cache would know the prompts: start a second server"
+        )
+    return connect(server, None, seed)
 
 
 def _point(load: Load) -> str:

@@ -270,18 +270,26 @@ def bench_serve(
     as_json: AsJson = False,
 ) -> None:
     """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them."""
+    from contextlib import nullcontext
+
     from bagu.bench import serve as part
     from bagu.bench.serve_latency import parse_goodput
+    from bagu.bench.serve_load import Load
+    from bagu.bench.trace import read_trace
+    from bagu.bench.workload import Lengths
     from bagu.recipes.demo_server import running_server
 
+    load = Load(
+        requests=requests, inputs=None if inputs is None else Lengths.parse(inputs),
+        outputs=None if outputs is None else Lengths.parse(outputs), shared_prefix=shared_prefix,
+        max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
+        trace=None if trace is None else read_trace(trace, requests), speed=trace_speed,
+        goodput=parse_goodput(goodput or ()), warmups=warmups, seed=seed,
+    )  # fmt: skip
     is_url = target.startswith(("http://", "https://"))
     status = part.main(
-        target if is_url else None, server=None if is_url else running_server(Path(target)), api_key=api_key,
-        requests=requests, inputs=inputs, outputs=outputs, shared_prefix=shared_prefix,
-        max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
-        trace=trace, trace_speed=trace_speed, sweep=sweep, against=against, rounds=rounds,
-        goodput=parse_goodput(goodput or ()), warmups=warmups, model=model, plot=plot, seed=seed,
-        out=out, as_json=as_json,
+        nullcontext(target) if is_url else running_server(Path(target)), load, model=model, api_key=api_key,
+        sweep=sweep, against=against, rounds=rounds, plot=plot, out=out, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

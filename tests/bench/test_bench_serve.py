@@ -6,7 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from bagu.bench.serve_latency import outliers, parse_goodput
 from bagu.bench.serve_load import Load
 from bagu.bench.trace import read_trace, trace_workload
 from bagu.bench.units import parse_ms
+from bagu.bench.workload import Lengths
 from bagu.errors import ArgumentError, BaguError
 from bagu.runs.record import read_rows
 
@@ -224,12 +225,16 @@ def test_two_servers_get_the_same_prompts_in_alternating_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with other_server() as (a, to_a), other_server() as (b, to_b):
-        status = serve.main(a, against=b, rounds=3, requests=4, inputs="3-6", outputs="2-4", max_concurrency=1,
-                            goodput={"ttft": 60_000.0}, out=tmp_path)  # fmt: skip
+        load = Load(
+            requests=4, inputs=Lengths(3, 6), outputs=Lengths(2, 4), max_concurrency=1, goodput={"ttft": 60_000.0}
+        )
+        status = serve.main(nullcontext(a), load, against=b, rounds=3, out=tmp_path)
         with pytest.raises(ArgumentError, match="against itself"):
-            serve.main(a, against=f"{a}/v1", out=tmp_path)
+            serve.main(nullcontext(a), Load(), against=f"{a}/v1", out=tmp_path)
         with pytest.raises(ArgumentError, match="2 rounds or more"):
-            serve.main(a, against=b, rounds=1, out=tmp_path)
+            serve.main(nullcontext(a), Load(), against=b, rounds=1, out=tmp_path)
+        with pytest.raises(ArgumentError, match="no sweep and no plot"):
+            serve.main(nullcontext(a), Load(), against=b, plot=tmp_path / "plot", out=tmp_path)
     assert status == 0 and len(to_a) == 1 + 3 * 4  # one warm-up request
     prompts = [[body["prompt"] for body in bodies] for bodies in (to_a, to_b)]
     assert prompts[0] == prompts[1] and all(isinstance(p, str) for p in prompts[0])
@@ -251,9 +256,8 @@ def test_two_servers_get_the_same_prompts_in_alternating_order(
 def test_a_sweep_has_a_row_for_each_point_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     with other_server() as (url, _):
-        status = serve.main(
-            url, sweep="1,3", requests=6, goodput={"tpot": 60_000.0}, plot=tmp_path / "plot", out=tmp_path
-        )
+        load = Load(requests=6, goodput={"tpot": 60_000.0})
+        status = serve.main(nullcontext(url), load, sweep="1,3", plot=tmp_path / "plot", out=tmp_path)
     rows = rows_of(tmp_path)
     assert status == 0 and [row["max_concurrency"] for row in rows] == [1, 3]
     assert all(row["completed"] == 6 and row["inputs"] == "32-128" for row in rows)
@@ -266,7 +270,9 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "trace.csv"
     path.write_text("time_s,input_tokens,output_tokens\n0,30,4\n0.5,299,9\n1,20,3\n1,7,0\n2,10,2\n")
     with other_server() as (url, bodies):
-        status = serve.main(url, trace=path, trace_speed=100.0, warmups=2, out=tmp_path / "out")
+        status = serve.main(
+            nullcontext(url), Load(trace=read_trace(path), speed=100.0, warmups=2), out=tmp_path / "out"
+        )
     (row,) = rows_of(tmp_path / "out")
     assert status == 0 and row["completed"] == row["num_prompts"] == 3
     sent = sorted((len(body["prompt"].split()), body["max_tokens"]) for body in bodies[2:])

@@ -21,9 +21,9 @@ from bagu.bench import engine as bench_engine
 from bagu.bench import serve as bench_serve
 from bagu.bench.engine_peers import scripted
 from bagu.bench.engine_timing import Case, measure_streams, measure_throughput
-from bagu.bench.serve import fitting
 from bagu.bench.serve_client import Answer, Server, answered, drive
 from bagu.bench.serve_latency import samples, summary
+from bagu.bench.serve_load import Load, fitting
 from bagu.bench.serve_plot import draw
 from bagu.bench.workload import Lengths, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
@@ -248,8 +248,9 @@ def test_an_error_in_the_stream_is_an_error() -> None:
 def test_closed_loop(tiny: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     code = bench_serve.main(
-        tiny.url, api_key=KEY, requests=10, inputs="4-8", outputs="3-6", max_concurrency=3, plot=tmp_path / "plots",
-        goodput={"ttft": 60_000}, out=tmp_path,
+        nullcontext(tiny.url),
+        Load(requests=10, inputs=Lengths(4, 8), outputs=Lengths(3, 6), max_concurrency=3, goodput={"ttft": 60_000}),
+        api_key=KEY, plot=tmp_path / "plots", out=tmp_path,
     )  # fmt: skip
     (row,) = rows_of(tmp_path)
     assert code == 0 and (row["completed"], row["failed"]) == (10, 0)
@@ -264,11 +265,8 @@ def test_closed_loop(tiny: Running, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_poisson_arrivals(tiny: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server that is started for the load is one that a context manager gives the address of."""
-    code = bench_serve.main(
-        server=nullcontext(tiny.url), api_key=KEY, requests=6, inputs="4", outputs="3", request_rate=40.0, out=tmp_path,
-        as_json=True,
-    )  # fmt: skip
+    load = Load(requests=6, inputs=Lengths(4, 4), outputs=Lengths(3, 3), request_rate=40.0)
+    code = bench_serve.main(nullcontext(tiny.url), load, api_key=KEY, out=tmp_path, as_json=True)
     row = json.loads(capsys.readouterr().out)
     assert code == 0 and row["completed"] == 6 and row["request_rate"] == 40.0
     assert row["duration"] >= arrivals(6, 40.0)[-1]
@@ -297,29 +295,28 @@ def test_default_lengths_need_room_for_a_token() -> None:
 
 def test_a_server_of_a_short_model_is_loaded_with_what_it_takes(tmp_path: Path) -> None:
     with running_server(tmp_path / "stderr", "--max-model-len", "40") as short:
-        assert bench_serve.main(short.url, requests=3, out=tmp_path) == 0
+        assert bench_serve.main(nullcontext(short.url), Load(requests=3), out=tmp_path) == 0
     (row,) = rows_of(tmp_path)
     assert (row["inputs"], row["outputs"], row["completed"]) == ("20", "20", 3)
 
 
 def test_failures_are_counted_and_told(tiny: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = bench_serve.main(tiny.url, api_key=KEY, requests=2, inputs="4", outputs="5000", warmups=0, out=tmp_path)
+    load = Load(requests=2, inputs=Lengths(4, 4), outputs=Lengths(5000, 5000), warmups=0)
+    code = bench_serve.main(nullcontext(tiny.url), load, api_key=KEY, out=tmp_path)
     (row,) = rows_of(tmp_path)
     assert code == 1 and (row["completed"], row["failed"]) == (0, 2)
     assert "status 400" in row["errors"][0] and "status 400" in capsys.readouterr().out
     with pytest.raises(BaguError, match="401"):
-        bench_serve.main(tiny.url, api_key="wrong", out=tmp_path)
+        bench_serve.main(nullcontext(tiny.url), Load(), api_key="wrong", out=tmp_path)
 
 
 def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="cannot be reached"):
-        bench_serve.main("http://127.0.0.1:9", out=tmp_path)
+        bench_serve.main(nullcontext("http://127.0.0.1:9"), Load(), out=tmp_path)
     with pytest.raises(ArgumentError, match="not the URL"):
-        bench_serve.main("127.0.0.1", out=tmp_path)
-    with pytest.raises(ArgumentError, match="one server"):
-        bench_serve.main(out=tmp_path)
+        bench_serve.main(nullcontext("127.0.0.1"), Load(), out=tmp_path)
     with pytest.raises(UnknownName, match="goodput"):
-        bench_serve.main("http://127.0.0.1:9", goodput={"tttf": 1}, out=tmp_path)
+        Load(goodput={"tttf": 1})
 
 
 def test_a_request_that_takes_too_long_is_given_up() -> None:
