@@ -83,6 +83,32 @@ def test_serve_errors_name_the_option(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("serve . --threads 0", "threads = 0"),
+        ("bench dpo --pairs 0 --device cpu", "0 pairs"),
+        (f"bench dpo --peer {__file__} --device cpu", "there is no peer"),
+        ("bench grpo --new 0 --device cpu", "samples of 0 tokens"),
+        ("bench layers linear --batch 0 --device cpu", "batches [0]"),
+        ("bench layers linear --seconds -1 --device cpu", "-1.0 seconds"),
+        ("bench layers linear --device gpu", "unknown device 'gpu'"),
+        ("bench engine --streams 0", "streams is 0"),
+        ("bench engine --streams 1 --adapters -1", "adapters is -1"),
+        ("bench serve http://127.0.0.1:1 --warmups -1", "warmups is -1"),
+        ("ops show softmax --config num_warps=8", "add --kernel"),
+        ("plan --model llama3-8b --rate 3", "--rate is an option for planning a deployment"),
+        ("plan --serve --model llama3-8b --gpus 64", "--gpus is an option for planning a training run"),
+        (f"tune merge {__file__}", "has no tuning record"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str], command: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.startswith("bagu: ") and said in shown and "->" in shown
+
+
 def test_parse_bytes_understands_units() -> None:
     sizes = {"1000": 1000, "2GB": 2 * 10**9, "512MiB": 512 * 2**20, "1.5 kib": 1536}
     assert {text: parse_bytes(text) for text in sizes} == sizes

@@ -19,11 +19,11 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
-from bagu.bench.harness import RESULTS, Rows, check_peers, table, time_steps
+from bagu.bench.harness import RESULTS, Rows, table, time_steps
 from bagu.bench.train_peers import llama_config
 from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.sequences import Tokens, micro_batches, pack
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
@@ -153,13 +153,17 @@ def main(
     """Time a DPO step of bagu and of the peers on the same pairs; print a table and append the rows to `out`."""
     where = named_device(device)
     gpu = where.type == "cuda"
-    pairs, prompt, answer = pairs or (32 if gpu else 4), prompt or (256 if gpu else 32), answer or (768 if gpu else 96)
+    defaults = (32, 256, 768) if gpu else (4, 32, 96)
+    given = zip((pairs, prompt, answer), defaults, strict=True)
+    pairs, prompt, answer = (default if value is None else value for value, default in given)
     if min(pairs, prompt, answer, steps) < 1:
         raise ArgumentError(
             f"{pairs} pairs with prompts of {prompt} and answers of {answer} tokens, {steps} steps",
             hint="each must be 1 or more",
         )
-    check_peers(peers, PEERS)
+    for peer in peers:
+        if peer not in PEERS:
+            raise UnknownName.among("peer", peer, PEERS)
     shape = shape or ("llama_1b" if gpu else "cpu_6m")
     model, as_dtype = preset(shape), named_dtype(dtype) if dtype else compute_dtype(where)
     rows = Rows(out, default=RESULTS / "dpo", as_json=as_json)

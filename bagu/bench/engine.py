@@ -105,7 +105,9 @@ def main(
 
 def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bool, speculative: bool) -> None:
     if speculative and (case.adapters or not case.streams):
-        raise ArgumentError("--speculative with --adapters, or without --streams", hint="add --streams 1 alone")
+        raise ArgumentError(
+            "--speculative with --adapters, or without --streams", hint="add --streams 1, and leave out --adapters"
+        )
     if case.text is not None and loaded:
         raise ArgumentError("--text with a model", hint="known text needs weights of its own: use --shape")
     check_peers(peers, [*PEERS, LLAMA_CPP, EAGER])

@@ -58,13 +58,16 @@ class Case:
     text: Text | None = None  # of the streams: known text that repeats or does not; None: random prompts
 
     def __post_init__(self) -> None:
-        counts = [self.prompt, self.new, self.repeats, *self.streams]
-        if min(counts if self.requests is None else [*counts, self.requests]) < 1:
-            raise ArgumentError(
-                f"requests {self.requests}, streams {list(self.streams)}, prompt {self.prompt}, new {self.new}, "
-                f"repeats {self.repeats}",
-                hint="each must be 1 or more",
-            )
+        counts = {
+            "requests": 1 if self.requests is None else self.requests, "streams": min(self.streams, default=1),
+            "prompt": self.prompt, "new": self.new, "repeats": self.repeats,
+        }  # fmt: skip
+        for name, count in counts.items():
+            if count < 1:
+                raise ArgumentError(f"{name} is {count}", hint="use 1 or more")
+        for name, count in {"shared prefix": self.shared_prefix, "adapters": self.adapters}.items():
+            if count < 0:
+                raise ArgumentError(f"{name} is {count}", hint="use 0 or more")
         if self.text not in (None, *get_args(Text)):
             raise UnknownName.among("text", str(self.text), get_args(Text))
         if (self.text is not None or self.adapters) and not self.streams:

@@ -96,7 +96,8 @@ def main(
     """Time `steps` GRPO steps of `prompts` x `samples` answers of `new` tokens, after one to warm up."""
     where = named_device(device)
     gpu = where.type == "cuda"
-    prompts, new = prompts or (64 if gpu else 4), new or (256 if gpu else 32)
+    prompts = (64 if gpu else 4) if prompts is None else prompts
+    new = (256 if gpu else 32) if new is None else new
     if min(prompts, prompt, new, steps) < 1 or samples < 2:
         raise ArgumentError(
             f"{prompts} prompts of {prompt} tokens, {samples} samples of {new} tokens, {steps} steps",

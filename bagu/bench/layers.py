@@ -14,6 +14,7 @@ above the memory before it (GPU only).
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,8 +30,8 @@ from bagu.bench.onnx_runner import onnx_runner, why_no_onnx
 from bagu.bench.ops_timing import peak_bytes
 from bagu.bench.sizing import dtype_named
 from bagu.bench.units import duration
-from bagu.errors import UnknownName
-from bagu.machine.device import default_device
+from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.device import named_device
 from bagu.machine.timing import Timing, flush_buffer, measure_in_turn, measure_rate
 from bagu.nn import drop_in
 
@@ -45,11 +46,15 @@ def main(
     compiled: bool = True, seconds: float = 0.3, plot: bool = True, out: Path | None = None, as_json: bool = False,
 ) -> int:  # fmt: skip
     """Time the named layers, all by default, and record a row per layer, batch, pass and implementation."""
-    where = torch.device(device) if device else default_device()
+    where = named_device(device)
     layers = LAYERS["cuda" if where.type == "cuda" else "cpu"]
     for name in names:
         if name not in layers:
             raise UnknownName.among("layer", name, layers)
+    if min(batches, default=1) < 1 or not 0 <= seconds < math.inf:
+        raise ArgumentError(
+            f"batches {list(batches)}, {seconds} seconds", hint="a batch is 1 or more, the time 0 or more"
+        )
     chosen = dtype_named(dtype or ("bf16" if where.type == "cuda" else "fp32"))
     rows = Rows(out, default=RESULTS / "layers", as_json=as_json)
     if (reason := why_no_onnx(where)) is not None:

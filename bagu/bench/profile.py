@@ -18,6 +18,7 @@ from rich.console import Console
 from bagu.bench.harness import table
 from bagu.bench.units import duration
 from bagu.runs.plot_style import write_plot
+from bagu.runs.record import ensure_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +58,7 @@ def profiled(step: Callable[[], object], device: torch.device, *, steps: int, tr
     """Run `step` with the profiler, write the trace, and add up the times."""
     from torch.profiler import ProfilerActivity, profile
 
+    ensure_folder(trace.parent)
     for _ in range(WARMUP):
         step()
     on_gpu = device.type == "cuda"
@@ -67,7 +69,6 @@ def profiled(step: Callable[[], object], device: torch.device, *, steps: int, tr
                 step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    trace.parent.mkdir(parents=True, exist_ok=True)
     found.export_chrome_trace(str(trace))
     events = list(found.events())
     bounds = [(e.time_range.start, e.time_range.end) for e in events if e.name == "step" and not _on_gpu(e)]

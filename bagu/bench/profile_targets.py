@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from bagu.bench.profile import Profile, profiled, report
+from bagu.bench.profile import profiled, report
 from bagu.bench.roofline import costs
 from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, shape_label, shrink
 from bagu.bench.train import bagu_step
@@ -18,6 +18,7 @@ from bagu.bench.units import duration
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import named_device, named_dtype
+from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.model import Transformer
 from bagu.ops.catalogue import SPECS
 from bagu.ops.dispatch import call
@@ -48,12 +49,9 @@ def profile_op(name: str, out: Path, *, dtype: str | None, device: str | None, s
     ceilings = measure_ceilings(where, dtype=chosen, quick=True)
     least = sum(max(c.bytes / ceilings.copy, c.flops / ceilings.matmul) for n, c in cost.items() if n != "fwd+bwd")
     found = profiled(step, where, steps=steps, trace=out / "trace.json")
-    notes = [f"The least time by the measured ceilings is {duration(least)} a step, {_share(least, found)} of it."]
+    share = least * found.steps / found.seconds
+    notes = [f"By the measured ceilings a step takes at least {duration(least)}, {share:.0%} of the measured time."]
     report(found, Console(), out, f"{name} {shape_label(spec, args)}", notes)
-
-
-def _share(least: float, p: Profile) -> str:
-    return f"{least * p.steps / p.seconds:.0%}"
 
 
 def profile_train(shape: str, out: Path, *, dtype: str | None, device: str | None, steps: int) -> None:
@@ -61,7 +59,7 @@ def profile_train(shape: str, out: Path, *, dtype: str | None, device: str | Non
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
     where = named_device(device)
-    chosen = named_dtype(dtype or ("bf16" if where.type == "cuda" else "fp32"))
+    chosen = named_dtype(dtype) if dtype else compute_dtype(where)
     with bagu_step(SHAPES[shape], where, chosen, micro_batches=1, compiled=False, recompute="none") as step:
         found = profiled(step, where, steps=steps, trace=out / "trace.json")
     report(found, Console(), out, f"a training step of {shape}")
@@ -72,11 +70,11 @@ def profile_serve(
     steps: int,
 ) -> None:  # fmt: skip
     """Profile decode steps of the engine with `streams` sequences, after their prompts."""
-    model = load()[0]
     if streams < 1 or prompt < 1:
         raise ArgumentError(f"{streams} streams with prompts of {prompt} tokens", hint="both are 1 or more")
+    model = load()[0]
     length = prompt + 4 * steps + 64
-    with closing(Engine(model, None, EngineConfig(max_model_len=length, max_num_seqs=max(streams, 1)))) as engine:
+    with closing(Engine(model, None, EngineConfig(max_model_len=length, max_num_seqs=streams))) as engine:
         draw = torch.Generator().manual_seed(0)
         for i in range(streams):
             ids = torch.randint(model.config.vocab_size, (prompt,), generator=draw).tolist()

@@ -55,14 +55,14 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        low = self.max_concurrency is not None and self.max_concurrency < 1
-        if low or self.warmups < 0 or not self.timeout_s > 0:
-            raise ArgumentError(
-                f"max_concurrency {self.max_concurrency}, warmups {self.warmups}, timeout {self.timeout_s} s",
-                hint="use max_concurrency >= 1, warmups >= 0 and timeout > 0",
-            )
-        if self.requests is not None and self.requests < 1:
-            raise ArgumentError(f"{self.requests} requests", hint="use 1 or more")
+        for name, count in {"requests": self.requests, "max_concurrency": self.max_concurrency}.items():
+            if count is not None and count < 1:
+                raise ArgumentError(f"{name} is {count}", hint="use 1 or more")
+        for name, count in {"warmups": self.warmups, "shared_prefix": self.shared_prefix}.items():
+            if count < 0:
+                raise ArgumentError(f"{name} is {count}", hint="use 0 or more")
+        if not self.timeout_s > 0:
+            raise ArgumentError(f"a timeout of {self.timeout_s} s", hint="use a time above 0")
         if not self.request_rate > 0:
             raise ArgumentError(f"a request rate of {self.request_rate} per second", hint="use a rate above 0")
         if not 0 < self.speed < math.inf:

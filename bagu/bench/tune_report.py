@@ -47,9 +47,12 @@ def merge_stores(files: Sequence[Path], console: Console | None = None) -> None:
     for path in files:
         if not path.is_file():
             raise ArgumentError(f"there is no tuning store {path}", hint="give files that `bagu tune ops` wrote")
-    for problem in (Store(path).read().problem for path in files):
-        if problem is not None:
-            console.print(problem)
+    for path in files:
+        found = Store(path).read()
+        if not found.records:
+            raise ArgumentError(f"{path} has no tuning record", hint="give files that `bagu tune ops` wrote")
+        if found.problem is not None:
+            console.print(found.problem)
     console.print(f"{merge([Store(path) for path in files], user_store())} records added to {user_store().path}")
 
 

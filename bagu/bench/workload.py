@@ -86,7 +86,8 @@ def random_workload(
     tokens."""
     if requests < 1 or shared_prefix < 0:
         raise ArgumentError(
-            f"{requests} requests with a shared prefix of {shared_prefix} tokens", hint="use 1 or more, and 0 or more"
+            f"{requests} requests with a shared prefix of {shared_prefix} tokens",
+            hint="use 1 request or more, and a prefix of 0 or more",
         )
     ids = range(tokens) if isinstance(tokens, int) else tokens
     draw = random.Random(seed)

@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from bagu.cli.options import AsJson, OpDtype, collector_paused, group
+from bagu.errors import ArgumentError
 
 ops = group("List the ops; show the formula, cost and predicted time of one.")
 
@@ -33,12 +34,13 @@ def ops_show(
     kernel: Annotated[
         bool, Option("--kernel", help="Compile its Triton kernels, without a GPU, and show registers, occupancy …")
     ] = False,
-    arch: Annotated[str, Option(help="Architecture to compile for. [with --kernel]")] = "sm_90",
-    config: Annotated[str, Option(help="A tuning, e.g. num_warps=8 or backward.block=1024. [with --kernel]")] = "",
+    arch: Annotated[str, Option(help="With --kernel: architecture to compile for.")] = "sm_90",
+    config: Annotated[str, Option(help="With --kernel: a tuning, e.g. num_warps=8 or backward.block=1024.")] = "",
     diff: Annotated[
-        tuple[str, str] | None, Option(metavar="A B", help="Two tunings to compare; '' is the default. [with --kernel]")
+        tuple[str, str] | None,
+        Option(metavar="A B", help="Two tunings to compare, '' is the default; implies --kernel."),
     ] = None,
-    out: Annotated[Path | None, Option(help="Folder for the stages. Default: kernels/NAME. [with --kernel]")] = None,
+    out: Annotated[Path | None, Option(help="With --kernel: folder for the stages. Default: kernels/NAME.")] = None,
 ) -> None:
     """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine; or its kernels."""
     from rich.console import Console
@@ -51,4 +53,6 @@ def ops_show(
             diff=diff, as_json=as_json,
         )  # fmt: skip
     else:
+        if config or out is not None:
+            raise ArgumentError("--config and --out describe kernels", hint="add --kernel")
         show.show_op(name, Console(), size=size, dtype=dtype, as_json=as_json, measure=measure)

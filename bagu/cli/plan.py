@@ -9,6 +9,10 @@ import typer
 from typer import Option
 
 from bagu.cli.options import AsJson, group
+from bagu.errors import ArgumentError
+
+TRAINING = ("gpus", "seq", "batch", "tokens", "precision", "top", "out")  # options without a meaning for --serve
+DEPLOYMENT = ("rate", "input_tokens", "output_tokens", "token_ms", "first_token_ms")  # options of --serve alone
 
 plans = group("Plan a training run or a deployment: which layout, how fast, does it fit.")
 
@@ -38,6 +42,12 @@ def plan(
         return
     if not model:
         raise typer.BadParameter("name a model, such as --model llama3-70b", param_hint="--model")
+    for name in TRAINING if serve else DEPLOYMENT:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option, what = "--" + name.replace("_", "-"), "training run" if serve else "deployment"
+            hint = "leave it out, or leave out --serve" if serve else "leave it out, or add --serve"
+            raise ArgumentError(f"{option} is an option for planning a {what}", hint=hint)
     from bagu.parallel.planner import command
 
     if serve:

@@ -28,7 +28,10 @@ def write_report(out: Path) -> Path:
     folder = out / this_machine().name
     results = [(Result.read(path), path.parent) for path in sorted(folder.glob("*/result.json"))]
     if not results:
-        raise BaguError(f"there is no result under {folder}", hint="run bagu lab run --quick first (a few seconds)")
+        raise BaguError(
+            f"there is no result under {folder}",
+            hint="`bagu lab run NAME --quick` writes one in a few seconds; `bagu lab list` has the names",
+        )
     page = folder / "report.html"
     write_atomic(page, render(results, machine=folder.name))
     return page

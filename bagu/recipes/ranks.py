@@ -53,6 +53,10 @@ def mesh_settings(run: Run, ranks: Ranks, place: Place | None, *, divide: bool) 
     mesh, data = run.train.mesh, run.data
     if ranks.nproc is not None and ranks.nproc < 1:
         raise BaguError(f"--nproc is {ranks.nproc}", hint="give 1 or more")
+    if ranks.max_restarts < 0:
+        raise BaguError(f"--max-restarts is {ranks.max_restarts}", hint="give 0 or more")
+    if not ranks.hang_timeout > 0:
+        raise BaguError(f"--hang-timeout is {ranks.hang_timeout:g} s", hint="give a time above 0")
     wanted = mesh if ranks.mesh is None else MeshConfig.parse(ranks.mesh)
     if ranks.mesh is None and mesh.ranks == 1:
         wanted = MeshConfig(dp=ranks.number(place))

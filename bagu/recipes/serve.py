@@ -60,7 +60,8 @@ def serve_main(
         engine = {**engine, "device": loader.device or "auto"}
         loader = replace(loader, on_host=True)
     spare = max(1, (available_cores() - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
-    engine = {**engine, "threads": engine.get("threads") or spare}
+    if engine.get("threads") is None:
+        engine = {**engine, "threads": spare}
     if is_repository(Path(model)):
         from bagu.recipes.repository import repository_main
 

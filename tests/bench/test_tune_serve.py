@@ -75,7 +75,7 @@ def test_the_winner_is_written_and_the_same_command_resumes(tmp_path: Path) -> N
         ({"ttft": None, "tpot": None}, "no limit to tune for"),
         ({"share": 0.0}, "a budget of 0.0"),
         ({"space": ["batch=1"]}, "no setting to tune 'batch'"),
-        ({"requests": 0}, "0 requests"),
+        ({"requests": 0}, "requests is 0"),
         ({"request_rate": -1.0}, "a request rate of -1.0"),
     ],
 )

@@ -107,6 +107,8 @@ def train(*settings: str, **options: Any) -> None:
         ({"mesh": "dp=2", "nproc": 3}, [], "the mesh dp=2 has 2 ranks (dp 2), and 3 are running"),
         ({"mesh": "dq=2", "nproc": 2}, [], "there is no mesh dimension 'dq'"),
         ({"nproc": 0}, [], "--nproc is 0"),
+        ({"nproc": 2, "max_restarts": -1}, [], "--max-restarts is -1"),
+        ({"nproc": 2, "hang_timeout": 0.0}, [], "--hang-timeout is 0 s"),
         ({"nproc": 3}, ["data.micro_batches=4"], "a step has 4 micro-batches, and the mesh dp=3 divides them over 3"),
         ({"mesh": "tp=2", "nproc": 2}, ["model.num_kv_heads=1"], "tp=2 does not divide 1 KV heads"),
         ({"mesh": "pp=8", "nproc": 8}, ["model.num_layers=6"], "8 stages for 6 layers"),
