@@ -175,6 +175,13 @@ def test_a_task_can_be_made_of_other_modules(task: Callable[..., Task]) -> None:
     assert len(items) < len(list(task(512).items()))
 
 
+def test_a_prompt_of_blank_lines_is_no_item_of_continue4() -> None:
+    """With a short context the lines before the choices may be blank: the line above them is too long to keep."""
+    blocks = [f"# {'x' * (90 * i % 180)}\n\nfirst_{i} = {i}\nsecond_{i} = {i}\nthird_{i} = {i}" for i in range(40)]
+    items = list(continue4(128, lambda: [Document(id="long_lines.py", text="\n".join(blocks))]).items())
+    assert items and all(item.prompt.strip() for item in items)
+
+
 def test_an_unknown_task_is_named() -> None:
     with pytest.raises(UnknownName, match="there is no task 'continu4'"):
         built_in("continu4", 256)

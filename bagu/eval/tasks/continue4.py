@@ -44,12 +44,13 @@ def _items(modules: Sequence[Document], prompt: int, choice: int) -> Iterator[It
                 continue
             choices = [right, *wrong]
             rng.shuffle(choices)
-            before = "\n".join(lines[:at])[-prompt:]
-            if not before.isascii():
+            cut = "\n".join(lines[:at])[-prompt:]
+            before = cut[cut.find("\n") + 1 :]  # whole lines
+            if not cut.isascii() or not before.strip():
                 continue
             yield Item(
-                id=f"{document.id}:{at + 1}", prompt=before[before.find("\n") + 1 :], choices=tuple(choices),
-                answer=choices.index(right), cluster=document.id,
+                id=f"{document.id}:{at + 1}", prompt=before, choices=tuple(choices), answer=choices.index(right),
+                cluster=document.id,
             )  # fmt: skip
 
 
