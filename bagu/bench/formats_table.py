@@ -22,13 +22,14 @@ BITS = {
     "fp32": (32.0, 32.0), "bf16": (16.0, 16.0), "fp8": (8.0, 16.0), "int8": (8.0, 8.0), "Q8_0": (8.5, 8.5),
     "int4": (4.25, 8.0), "Q4_0": (4.5, 8.5),
 }  # fmt: skip
-HEAD = ("format", "bits a weight", f"`{SHAPE}`: bytes a token reads", "bits per byte, more than fp32", "continue4")
+SIZE = ("format", "bits a weight", f"`{SHAPE}`: bytes a token reads")
+QUALITY = ("bits per byte, more than fp32", "continue4")
 SPEED = ("machine", "weights", "decode", "prompt", "llama.cpp", "decode", "prompt", "decode ratio", "prompt ratio")
 NO_SPEED = "No speeds are recorded yet."
 
 
 def render(rows: Sequence[Row], quality: Sequence[Row]) -> str:
-    """Two tables; `quality` are the rows of the lab."""
+    """Two tables; `quality` are the rows of the lab. Without rows the first table has only sizes."""
     return "\n\n".join((_formats(quality), _speeds(rows)))
 
 
@@ -43,8 +44,8 @@ def _formats(quality: Sequence[Row]) -> str:
         )
         score = "–" if row is None else f"{row['continue4_percent']:.1f} %"
         size = (linear * bits + head * head_bits) / 8e6
-        lines.append((name, f"{bits:g}", f"{size:,.0f} MB", cost, score))
-    return _table(HEAD, 1, lines)
+        lines.append((name, f"{bits:g}", f"{size:,.0f} MB", *([cost, score] if quality else [])))
+    return _table((*SIZE, *(QUALITY if quality else ())), 1, lines)
 
 
 def _weights() -> tuple[int, int]:

@@ -302,6 +302,7 @@ def test_formats_have_size_quality_and_speed_beside_llama_cpp() -> None:
     assert "| int8 | 8 | 134 MB | – | – |" in text
     assert "| a | int8 | 90 | 300 | Q8_0 | 100 | 200 | 0.90× | 1.50× |" in text, "both of the latest run"
     assert formats_table.NO_SPEED in formats_table.render([], quality)
+    assert "continue4" in text and "continue4" not in formats_table.render(rows, [])
 
 
 def lab_result(rows: list[dict[str, Any]], time: str, machine: str = "a") -> dict[str, Any]:
