@@ -14,6 +14,7 @@ from bagu.data.corpus import STDLIB, TextCorpus
 from bagu.data.source import Conversation
 from bagu.nn import count
 from bagu.recipes.baselines import CodeSamples, Compressors, judge_code
+from bagu.recipes.catalogue import recipe
 from bagu.recipes.demo_eval import WRITE, Evaluation, eval_table
 from bagu.recipes.demo_later import Done
 from bagu.recipes.demo_plan import Plan
@@ -176,11 +177,13 @@ def print_summary(console: Console, page: Path, out: Path, done: Finished, secon
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)
+    context = done.size.context
+    fits = "" if context == recipe("small").data.context else f" --set data.context={context}"
     console.print(
         "Go on:\n"
-        f"  bagu train --from {out / 'pretrain'} --set train.steps=2000 --out runs/longer\n"
-        f"  bagu serve {done.model}        # an OpenAI-compatible API, and a page to talk to it\n"
-        f"  bagu train --recipe grpo --from {done.model} --reward my_file.py:score --out runs/mine-rl\n"
+        f"  bagu train --from {out / 'pretrain'} --set train.steps=2000{fits} --out runs/longer\n"
+        f"  bagu serve {done.model}        # an OpenAI-compatible API, and a chat page\n"
+        f"  bagu train --recipe grpo --from {done.model} --reward my_file.py:score{fits} --out runs/mine-rl\n"
         "  bagu train my_text.txt --out runs/mine     # any file or folder of text, JSON lines, Parquet\n"
         "  bagu lab list                              # textbook claims, measured",
         highlight=False, soft_wrap=True,

@@ -52,6 +52,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]) -> None:
     out, said = finished
     assert str(out / "report.html") in said and "bagu train --from" in said
+    again = [line for line in said.splitlines() if "bagu train" in line and str(out) in line]
+    assert len(again) == 2 and all("--set data.context=128" in line for line in again), "the recipes have 256"
     assert said.count("✓") == 10, said
     assert " answered: " in said and "bagu serve" in said
     assert said.splitlines()[-1] == "compiler False"
