@@ -17,7 +17,7 @@ tokenizers = group("Train a tokenizer, or measure one.")
 def demo(
     out: Annotated[Path | None, Option(help="A new or empty folder. Default: runs/demo, runs/demo-2, …")] = None,
     quick: Annotated[bool, Option("--quick", help="Run every stage at a small size, in under a minute.")] = False,
-    minutes: Annotated[float | None, Option(help="Time budget; sets model size and steps. Default: 5 at most.")] = None,
+    minutes: Annotated[float | None, Option(help="Time budget; sets model size and steps. Default: at most 5.")] = None,
     serve: Annotated[bool, Option(help="Serve the model at the end and send it one question.")] = True,
 ) -> None:
     """Train a tokenizer and a language model on Python's standard library, fine-tune it, write a report, serve it."""
@@ -71,7 +71,10 @@ def train(
     ] = 600.0,
     explain: Annotated[
         bool,
-        Option("--explain", help="Print what the mesh divides, bytes and waiting time a step, and draw a pipeline."),
+        Option(
+            "--explain",
+            help="Print what the mesh divides, the bytes sent and the waiting time of a step, and a drawing of the pipeline.",
+        ),
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,
 ) -> None:

@@ -14,7 +14,7 @@ from bagu.errors import ArgumentError
 TRAINING = ("gpus", "seq", "batch", "tokens", "precision", "top", "out")  # options without a meaning for --serve
 DEPLOYMENT = ("rate", "input_tokens", "output_tokens", "token_ms", "first_token_ms")  # options of --serve alone
 
-plans = group("Plan a training run or a deployment: which layout, how fast, does it fit.")
+plans = group("Plan a training run or a deployment: layout, speed and memory.")
 
 
 @plans.callback(invoke_without_command=True)
