@@ -141,7 +141,10 @@ def main(
             f"{row['valid']} of {row['outputs']} ({validator})",
         ),
     ]))  # fmt: skip
-    return 0 if row["valid"] == row["outputs"] else 1
+    if row["valid"] != row["outputs"]:
+        rows.console.print("an output is not valid if max_tokens cut it off: raise --max-tokens", style="dim")
+        return 1
+    return 0
 
 
 def measure_pair(

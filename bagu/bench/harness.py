@@ -29,6 +29,8 @@ __all__ = ["RESULTS", "Rows", "StepTimes", "check_peers", "script_rates", "table
 
 RESULTS = Path("benchmarks/results")
 
+LONG_WORD = 24  # characters that a column of a table has room for; names of GPU kernels may be longer
+
 Row = dict[str, Any]
 
 
@@ -58,16 +60,23 @@ class Rows:
             print(json.dumps(self.all[0] if single else self.all, ensure_ascii=False, allow_nan=False))
             return
         for part in shown:
-            self.console.print(part)
+            self.show(part)
+
+    def show(self, part: RenderableType) -> None:
+        """Print a part without cutting off columns, which rich does with a table that is wider than the console."""
+        self.console.print(part, crop=False)
 
 
 def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
-    """A table whose first column is text; the others are numbers."""
+    """A table whose first column is text; the others are numbers, without the columns that have none (all "–")."""
+    found = list(lines)
     made = Table(title=title, title_justify="left")
-    for i, head in enumerate(heads):
-        made.add_column(head, justify="right" if i else "left", min_width=min(len(head), 9))
-    for line in lines:
-        made.add_row(*line)
+    kept = [i for i in range(len(heads)) if not found or any(line[i] != "–" for line in found)]
+    for i in kept:
+        longest = max(len(word) for line in (heads, *found) for word in line[i].split() or [""])
+        made.add_column(heads[i], justify="right" if i else "left", min_width=min(longest, LONG_WORD))
+    for line in found:
+        made.add_row(*(line[i] for i in kept))
     return made
 
 

@@ -64,7 +64,7 @@ def main(
         for batch in batches or ((1, 8, 32) if where.type == "cuda" else (1, 8)):
             found = _rows(layer, batch, chosen, where, compiled=compiled, seconds=seconds, scrub=scrub)
             rows.add(found)
-            rows.console.print(_table(layer, batch, found))
+            rows.show(_table(layer, batch, found))
     if plot and rows.record is not None:
         reason = draw(rows.all, rows.record.parent / "plots" / rows.record.stem)
         rows.console.print(f"[dim]{len(rows.all)} rows → {rows.record}{f'; no plot: {reason}' if reason else ''}[/]")

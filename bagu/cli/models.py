@@ -73,7 +73,7 @@ def train(
         bool,
         Option(
             "--explain",
-            help="Print what the mesh divides, the bytes sent and the waiting time of a step, and a drawing of the pipeline.",
+            help="Print what the mesh divides, the bytes sent and the waiting time of a step; draw the pipeline.",
         ),
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the data; print configuration, sizes and time.")] = False,

@@ -1,4 +1,4 @@
-"""`bagu bench train`: the settings that it times do not share memory."""
+"""`bagu bench train`: the settings that it times do not share memory. The table that all benchmarks print."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from bagu import ops
 from bagu.bench import train
+from bagu.bench.harness import Rows, table
 from bagu.bench.train_shapes import Shape
 from bagu.nn.config import ModelConfig
 from bagu.runs.record import read_rows
@@ -63,3 +64,13 @@ def _recorded(name: str, op: Callable[..., Any], calls: list[tuple[str, str | No
         return op(*args, backend=backend, **rest)
 
     return call
+
+
+def test_a_table_has_every_column_with_a_number_on_a_narrow_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    heads = ["implementation", *(f"number {i}" for i in range(9)), "nowhere"]
+    Rows(tmp_path, default=None, as_json=False).finish(table("title", heads, [["bagu", *["1,234.5"] * 9, "–"]]))
+    shown = capsys.readouterr().out
+    assert shown.count("1,234.5") == 9 and "nowhere" not in shown and "…" not in shown
