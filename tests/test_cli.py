@@ -109,6 +109,17 @@ def test_a_wrong_value_is_refused_with_a_hint(capsys: pytest.CaptureFixture[str]
     assert ended.value.code == 2 and shown.startswith("bagu: ") and said in shown and "->" in shown
 
 
+@pytest.mark.parametrize("verb", ["chat", "serve"])
+def test_a_folder_of_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    for name in ("pretrain", "sft"):
+        (tmp_path / "demo" / name).mkdir(parents=True)
+        (tmp_path / "demo" / name / "environment.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main([verb, str(tmp_path / "demo")])
+    shown = capsys.readouterr().err
+    assert "is not a model" in shown and str(tmp_path / "demo" / "sft") in shown
+
+
 def test_parse_bytes_understands_units() -> None:
     sizes = {"1000": 1000, "2GB": 2 * 10**9, "512MiB": 512 * 2**20, "1.5 kib": 1536}
     assert {text: parse_bytes(text) for text in sizes} == sizes

@@ -21,6 +21,9 @@ def find_model(name: str | Path) -> Path:
     folder = find(name)
     run = RunFiles(folder)
     if not run.environment_path.is_file():  # Hugging Face folders also contain a config.json
+        inside = _runs_in(folder)
+        if inside and not run.config_path.is_file():  # such as the folder of a demo
+            raise WeightsError(f"{folder} is not a model", hint=f"give a run inside it: {', '.join(inside[:8])}")
         return folder
     if not (folder / MODEL).is_dir():
         from bagu.train.checkpoint import checkpoints  # imports torch
@@ -29,3 +32,8 @@ def find_model(name: str | Path) -> Path:
         hint = f"give its checkpoint {saved[-1]}, or let it finish" if saved else "let it finish"
         raise WeightsError(f"the run {folder} has no model yet", hint=hint)
     return folder / MODEL
+
+
+def _runs_in(folder: Path) -> list[str]:
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [str(path) for path in inside if RunFiles(path).environment_path.is_file()]
