@@ -212,8 +212,10 @@ def _model(
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BaguError(f"{path} is not a JSON schema: {error}", hint="give a file with a JSON schema") from error
+    except OSError as error:
+        raise BaguError(f"cannot read {path}: {error.strerror}", hint="give a file with a JSON schema") from error
+    except ValueError as error:
+        raise BaguError(f"{path} is not JSON: {error}", hint="give a file with a JSON schema") from error
 
 
 def _validator(schema: Any) -> tuple[Callable[[str], bool], str]:

@@ -37,7 +37,8 @@ def load(cls: type[C], path: str | os.PathLike[str], *, upgrade: Callable[[Any],
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} does not exist", hint="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", hint="a configuration must be a UTF-8 JSON file") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {path}: {reason}", hint="a configuration must be a UTF-8 JSON file") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="correct that line") from error
     except RecursionError as error:

@@ -111,10 +111,10 @@ def read_rows_of(path: Path) -> Iterator[Row]:
 def _table(path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"the task file {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"{path}: not TOML: {error}") from error
+    except OSError as error:
+        raise TaskError(f"the task file {path} cannot be read: {error.strerror}", hint="check the path") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise TaskError(f"{path}: not TOML: {error}", hint="docs/eval.md shows a task file") from error
     for key in table:
         if key not in KEYS:
             raise UnknownName.among("task key", key, KEYS, within=f"{path}: ")

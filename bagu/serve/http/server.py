@@ -193,7 +193,11 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:  # OverflowError: the port is out of range
         listener.close()
         hint = "choose another port with --port, or stop the process that uses it; --port 0 selects a free one"
-        reason = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, OverflowError):
+            hint = "give --port a number from 0 to 65535"
+        elif isinstance(error, socket.gaierror):
+            hint = "give --host an address or a name of this machine"
+        reason = error.strerror if isinstance(error, OSError) else "the port is out of range"
         raise BaguError(f"cannot listen on {host}:{port}: {reason}", hint=hint) from error
     listener.listen(1024)
     return listener
