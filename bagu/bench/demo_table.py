@@ -11,10 +11,10 @@ Row = Mapping[str, Any]
 WORDS = {
     "en": {
         "head": ("machine", "task", "items", "different"),
-        "caption": "Share of items that are right, with 95 % intervals by the bootstrap over files, after each stage; "
-        "**bold** where the paired change from the stage before is above 0 by its interval. `write`: sampled "
-        "functions of a name that no training file has, that pass every check; `different`: of its last answers, the "
-        "share with a body of their own. At commit {commit}. Reproduce with `bagu demo`.",
+        "caption": "Share of correct items after each stage, with 95 % intervals by the bootstrap over files; **bold** "
+        "where the interval of the paired change from the stage before is above 0. `write`: write a function with a "
+        "name that no training file has; it must pass every check. `different`: the share of different function "
+        "bodies in the answers of the last stage. At commit {commit}. Reproduce with `bagu demo`.",
         "machine": "{machine}, `--minutes {limit:.0f}`: {parameters:.1f} M parameters, {tokens:.1f} M tokens, "
         "{bits:.3f} bits/byte (gzip {gzip:.3f}), {time}",
         "time": "{minutes:d} min {seconds:02d} s",
@@ -22,9 +22,9 @@ WORDS = {
     },
     "zh": {
         "head": ("机器", "任务", "题数", "互不相同"),
-        "caption": "每个阶段之后答对的比例，附按文件自助法得到的 95 % 区间；与上一阶段的配对差在区间内高于 0 的"
-        "用**粗体**。`write`：按训练文件里没有的名字采样出的函数，须通过全部检查；“互不相同”：最后一阶段的回答中"
-        "函数体各不相同的比例。提交 {commit}。用 `bagu demo` 复现。",
+        "caption": "每个阶段之后答对的比例，附按文件做自助法（bootstrap）得到的 95 % 区间；与上一阶段的配对差的区间高于"
+        " 0 的用**粗体**。`write`：写一个训练文件里没有的名字的函数，须通过全部检查；“互不相同”：最后一阶段的回答中"
+        "不同函数体所占的比例。提交 {commit}。用 `bagu demo` 复现。",
         "machine": "{machine}，`--minutes {limit:.0f}`：{parameters:.1f} M 参数，{tokens:.1f} M token，"
         "{bits:.3f} bits/byte（gzip {gzip:.3f}），{time}",
         "time": "{minutes:d} 分 {seconds:02d} 秒",

@@ -22,6 +22,7 @@ from bagu.bench.harness import RESULTS, Rows, StepTimes, check_peers, script_rat
 from bagu.bench.train_peers import PEERS as LIBRARIES
 from bagu.bench.train_peers import Implementation
 from bagu.bench.train_shapes import SHAPES, Shape
+from bagu.bench.units import tera
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
@@ -139,7 +140,7 @@ def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
         tflops, peak = row.get("tflop_per_s"), row.get("peak_bytes")
         lines.append((
             row["implementation"], str(row.get("micro_batches", "–")), f"{row['tokens_per_s']:,.0f}",
-            f"{tflops:,.1f}" if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
+            tera(tflops) if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
         ))  # fmt: skip
     return table(f"{shape.why}; {shape.words()} per step", heads, lines)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bagu.bench.units import tera
+
 __all__ = ["WORDS", "render"]
 
 Row = Mapping[str, Any]
@@ -81,7 +83,7 @@ def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[s
             _line(
                 [
                     "" if named else machine, "" if named else _what(run), f"**{name}**" if ours else name,
-                    f"**{rate}**" if ours else rate, f"{tflops:,.1f}" if tflops else "–",
+                    f"**{rate}**" if ours else rate, tera(tflops) if tflops else "–",
                     f"{peak / 2**30:.1f} GiB" if peak else "–", ratio,
                 ]
             )

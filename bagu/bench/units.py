@@ -7,7 +7,7 @@ import re
 
 from bagu.errors import ArgumentError
 
-__all__ = ["duration", "parse_ms", "parse_seconds", "si"]
+__all__ = ["duration", "parse_ms", "parse_seconds", "si", "tera"]
 
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     if seconds < 1e-2:
         return f"{1e6 * seconds:,.1f} µs"
     return f"{1e3 * seconds:,.1f} ms" if seconds < 10 else f"{seconds:,.1f} s"
+
+
+def tera(value: float) -> str:
+    """A number of TFLOP/s: 532.5, and two digits below 1, for a CPU core: 0.047."""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def parse_ms(text: str) -> float:

@@ -88,7 +88,7 @@ def eval_table(evaluations: Sequence[Evaluation]) -> Table:
         "Held-out files. `continue4` and `signature` choose one of four: chance is 25 %. `write`: sampled answers that "
         "are a function of the asked name, which no training file defines, with two statements or more that read the "
         "arguments. Intervals are 95 %, by the bootstrap over files; a change is paired, item by item. Every item is "
-        "in eval/. `different`: the share of answers with a body of their own."
+        "in eval/. `different`: the share of different function bodies."
     )
     columns = ("task (items)", "after", "score", "change", "p", "different")
     return Table(title="Tasks", columns=columns, rows=list(_rows(evaluations)), note=note)

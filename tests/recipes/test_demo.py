@@ -75,7 +75,7 @@ def test_the_scores_after_each_stage_are_in_the_terminal_and_in_the_report(finis
             words = f"{100 * score['mean']:.0f} % ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
             assert any(f" {stage} " in line and words in line for line in said.splitlines()), (stage, task)
             assert words in page
-    assert " different" in said and "a body of their own" in page
+    assert " different" in said and "the share of different function bodies" in page
 
 
 def test_the_record_has_the_scores_of_every_stage(finished: tuple[Path, str]) -> None:
