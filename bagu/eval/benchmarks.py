@@ -42,6 +42,13 @@ def _items(path: Path, make: Callable[[Fields], dict[str, Any]]) -> Iterator[Ite
         yield Item(**({"id": row.id} | made), place=row.place)
 
 
+def _index_of(answer: str, letters: str) -> int:
+    """The index of the right letter. `letters.index` would find the empty answer of a test split at 0."""
+    if answer not in tuple(letters):
+        raise ValueError(f"the answer {answer!r} is none of {', '.join(letters)}")
+    return letters.index(answer)
+
+
 def _lettered(question: str, choices: list[str]) -> str:
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
     return "\n".join([question.strip(), *lines, "Answer:"])
@@ -66,9 +73,10 @@ def mmlu(path: Path) -> Task:
 
     def make(row: Fields) -> dict[str, Any]:
         choices, answer = list(row["choices"]), row["answer"]
-        number = LETTERS.index(answer) if isinstance(answer, str) and answer in LETTERS else int(answer)
-        letters = tuple(LETTERS[: len(choices)])
-        return {"prompt": _lettered(row["question"], choices), "choices": letters, "answer": number,
+        letters = LETTERS[: len(choices)]
+        named = isinstance(answer, str) and not answer.isdecimal()
+        number = _index_of(answer, letters) if named else int(answer)
+        return {"prompt": _lettered(row["question"], choices), "choices": tuple(letters), "answer": number,
                 "cluster": row.get("subject")}  # fmt: skip
 
     return _letter_task("mmlu", path, make)
@@ -79,7 +87,7 @@ def ceval(path: Path) -> Task:
 
     def make(row: Fields) -> dict[str, Any]:
         prompt = _lettered(row["question"], [row[c] for c in "ABCD"]).removesuffix("Answer:") + "答案："
-        return {"prompt": prompt, "choices": tuple("ABCD"), "answer": "ABCD".index(row["answer"])}
+        return {"prompt": prompt, "choices": tuple("ABCD"), "answer": _index_of(row["answer"], "ABCD")}
 
     return _letter_task("ceval", path, make)
 

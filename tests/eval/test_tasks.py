@@ -121,6 +121,14 @@ def test_a_public_benchmark_is_read_from_its_usual_files(name: str, kind: str, t
         checked_items(benchmark(name, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["mmlu", "ceval"])
+@pytest.mark.parametrize("answer", ["", "BC", "E", "b"])  # C-Eval's test split has empty answers
+def test_an_answer_that_is_no_letter_of_a_choice_is_refused(name: str, answer: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps(BENCHMARK_ROWS[name] | {"answer": answer}) + "\n")
+    with pytest.raises(TaskError, match=rf"data.jsonl:1: the answer '{answer}' is none of A, B, C, D"):
+        checked_items(benchmark(name, tmp_path))
+
+
 def test_files_of_one_name_in_two_folders_have_different_items(tmp_path: Path) -> None:
     for subject in ("algebra", "anatomy"):  # MMLU has a folder for each subject
         (tmp_path / subject).mkdir()
