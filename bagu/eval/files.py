@@ -5,7 +5,7 @@
     data = "capitals.jsonl"                  # JSON lines, .json or Parquet, relative to this file
     prompt = "The capital of {{ country }} is"
     choices = "{{ cities }}"                 # a field with a list; or a list of templates
-    answer = "{{ label }}"                   # a number, a letter, or the text of the choice
+    answer = "{{ label }}"                   # a number from 0, the text of the choice, or a letter
 
 Templates are Jinja over the fields of a row; a missing field raises an error with file and line. Optional keys:
 `limits`, `metric`, `cluster`, `id`, `few_shot`, `delimiter`, `normalization`, `chat`; of a generation task
@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import string
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,24 @@ KEYS: dict[str, tuple[type, ...]] = {  # and the types of their values; the memb
 MEMBERS: dict[str, type] = {"choices": str, "stop": str, "k": int}
 
 
+def _value(values: Iterable[Any]) -> Any:
+    """The value of a template that is one expression, else the text of its parts."""
+    found = list(values)
+    return found[0] if len(found) == 1 else "".join(map(str, found))
+
+
 class _Native(jinja2.sandbox.SandboxedEnvironment, jinja2.nativetypes.NativeEnvironment):
-    """Templates that may give a list or a number."""
+    """Templates that may give a list or a number. Text stays text; Jinja's own `concat` would read "2" as a number, and
+    the answer "2" would be the index 2 instead of the choice "2"."""
+
+    concat = staticmethod(_value)
 
 
+class _NativeTemplate(jinja2.nativetypes.NativeTemplate):
+    environment_class = _Native
+
+
+_Native.template_class = _NativeTemplate
 _TEXT = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
 _VALUE = _Native(undefined=jinja2.StrictUndefined)
 

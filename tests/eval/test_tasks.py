@@ -57,6 +57,17 @@ def test_a_task_file_describes_its_items(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("label", "right"),
+    [("2", "2"), (2, "4"), ("0", "1"), ("B", "2"), ("None", "None"), ("4", "4"), (" 4 ", "4")],
+)
+def test_an_answer_in_text_is_the_choice_with_this_text(label: object, right: str, tmp_path: Path) -> None:
+    """A number is an index, and so is text that is none of the choices."""
+    row = ROWS[0] | {"cities": ["1", "2", "4", "None"], "label": label}
+    (item,) = checked_items(read_task(task_file(tmp_path, CHOICE, [row])))
+    assert item.choices[item.answer] == right  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
     "text, rows, message",
     [
         (CHOICE.replace('prompt = "The capital of {{ country }} is"', ""), None, "the key 'prompt' is missing"),
