@@ -22,6 +22,7 @@ __all__ = ["BENCHMARKS", "benchmark"]
 
 Fields = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJ"
+NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?"  # a comma after it ("42, so") is not part of it
 SEEN = "A public set: a model may have seen it."
 
 
@@ -124,7 +125,7 @@ def gsm8k(path: Path) -> Task:
 
     return Task(
         name="gsm8k", kind="generation", items=lambda: _items(path, make), limits=f"The last number counts. {SEEN}",
-        example=lambda item: f"{item.prompt} {item.answer}", grade=exact_match(pattern=r"-?\d[\d,]*(?:\.\d+)?"),
+        example=lambda item: f"{item.prompt} {item.answer}", grade=exact_match(pattern=NUMBER),
         decoding=Decoding(max_tokens=256, stop=("\nQuestion:",)),
     )  # fmt: skip
 

@@ -184,7 +184,7 @@ def _renderer(place: str, fields: Mapping[str, Any]) -> Callable[..., Any]:
             return (_VALUE if native else _TEXT).from_string(template).render(**fields)
         except jinja2.UndefinedError as error:
             raise TaskError(f"{place}: {error.message}", hint=f"found {', '.join(fields)}") from error
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise TaskError(f"{place}: the template {template!r} fails: {error}") from error
 
     return render
@@ -208,7 +208,7 @@ def _number(answer: Any, choices: tuple[str, ...]) -> int | str | None:
     text = str(answer).strip()
     if text in choices:
         return choices.index(text)
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     return (
         string.ascii_uppercase.index(text.upper())

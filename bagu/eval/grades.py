@@ -39,10 +39,11 @@ def exact_match(*, pattern: str | None = None, ignore_case: bool = False) -> Gra
 
     def found(text: str) -> str | None:
         if expression is not None:
-            matches = list(expression.finditer(text))
+            group = 1 if expression.groups else 0
+            matches = [match[group] for match in expression.finditer(text) if match[group] is not None]
             if not matches:
                 return None
-            text = matches[-1][1] if expression.groups else matches[-1][0]
+            text = matches[-1]
         text = re.sub(r"(?<=\d),(?=\d{3})", "", text.strip())
         return text.casefold() if ignore_case else text
 

@@ -75,6 +75,8 @@ def test_an_answer_in_text_is_the_choice_with_this_text(label: object, right: st
         (CHOICE, [{"cities": ["a", "b"], "label": 0, "continent": ""}], r"capitals.jsonl:1: 'country' is undefined"),
         (CHOICE, [ROWS[0] | {"cities": "Paris"}], "capitals.jsonl:1: the choices are a str"),
         (CHOICE, [ROWS[0] | {"label": "Lyon"}], "capitals.jsonl:1: the answer 'Lyon' is none of the 2 choices"),
+        (CHOICE, [ROWS[0] | {"label": "²"}], "capitals.jsonl:1: the answer '²' is none of the 2 choices"),
+        (CHOICE.replace("{{ label }}", "{{ label - 1 }}"), [ROWS[1]], "capitals.jsonl:1: the template .* fails: unsup"),
         (CHOICE, [], "has no items"),
         (CHOICE.replace("capitals.jsonl", "none.jsonl"), None, "there is no data at"),
         ("name = [", None, "task.toml: not TOML"),
@@ -108,6 +110,9 @@ BENCHMARK_ROWS = {
 }  # fmt: skip
 
 
+NUMBERS = ["so 1002", "1,002, I think.", "x 1,002.", "so 1,003", "in 1002, 1003"]
+
+
 @pytest.mark.parametrize("name", BENCHMARK_ROWS)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_public_benchmark_is_read_from_its_usual_files(name: str, kind: str, tmp_path: Path) -> None:
@@ -123,7 +128,7 @@ def test_a_public_benchmark_is_read_from_its_usual_files(name: str, kind: str, t
     if task.kind == "choice":
         assert item.answer == 1
     elif name == "gsm8k":
-        assert task.grade is not None and task.grade([item], [["so 1002", "so 1,003"]]) == [[1.0, 0.0]]
+        assert task.grade is not None and task.grade([item], [NUMBERS]) == [[1.0, 1.0, 1.0, 0.0, 0.0]]
     missing = dict(row)
     missing.pop("question" if "question" in row else "test" if "test" in row else "ctx")
     (tmp_path / "data.jsonl").write_text(json.dumps(missing) + "\n")
@@ -248,6 +253,11 @@ def example(n):
 def test_exact_match_takes_the_last_match() -> None:
     grade = exact_match(pattern=r"\d+")
     assert grade([Item(id="a", answer="42")], [["first 7, then 42", "42, then 7", "none"]]) == [[1.0, 0.0, 0.0]]
+
+
+def test_exact_match_needs_the_group_of_a_match() -> None:
+    grade = exact_match(pattern=r"answer: (\d+)|unknown")
+    assert grade([Item(id="a", answer="answer: 42")], [["answer: 42", "unknown"]]) == [[1.0, 0.0]]
 
 
 def test_code_is_taken_from_a_fence() -> None:
