@@ -5,8 +5,10 @@ recipes/eval_models.py and recipes/eval_server.py implement them; a test may imp
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 __all__ = ["Decoding", "Message", "Model"]
@@ -23,6 +25,12 @@ class Decoding:
     samples: int = 1
     stop: tuple[str, ...] = ()
     seed: int = 0
+
+    def seed_of(self, prompt: Sequence[int] | Sequence[Message]) -> int:
+        """The seed of the answers to one prompt. With one seed for all prompts, the same random numbers would draw the
+        answers to each: they would not be independent of each other, as intervals assume."""
+        key = json.dumps([self.seed, list(prompt)], default=dict)
+        return int.from_bytes(blake2b(key.encode(), digest_size=6).digest())  # 48 bits: exact in any JSON parser
 
 
 class Model(Protocol):

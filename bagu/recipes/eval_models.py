@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,23 @@ class EngineModel:
         return self.engine.score(sequences, starts)
 
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
-        sampling = Sampling(
-            max_tokens=decoding.max_tokens, temperature=decoding.temperature, n=decoding.samples, stop=decoding.stop,
-            seed=decoding.seed, stop_token_ids=() if self.chat is None else self.chat.turn_ends,
-        )  # fmt: skip
-        found: list[list[str]] = [[] for _ in prompts]
-        for completion in self.engine.generate(prompts, sampling):
-            found[completion.prompt].append(completion.text or "")
-        return found
+        return self._answers(prompts, decoding, [decoding.seed_of(ids) for ids in prompts])
 
     def generate_chat(self, chats: Sequence[Sequence[Message]], decoding: Decoding) -> list[list[str]]:
-        return self.generate([self.encode_chat(messages) for messages in chats], decoding)
+        prompts = [self.encode_chat(messages) for messages in chats]
+        return self._answers(prompts, decoding, [decoding.seed_of(messages) for messages in chats])
+
+    def _answers(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, seeds: Sequence[int]
+    ) -> list[list[str]]:  # fmt: skip
+        sampling = Sampling(
+            max_tokens=decoding.max_tokens, temperature=decoding.temperature, n=decoding.samples, stop=decoding.stop,
+            stop_token_ids=() if self.chat is None else self.chat.turn_ends,
+        )  # fmt: skip
+        found: list[list[str]] = [[] for _ in prompts]
+        for completion in self.engine.generate(prompts, [replace(sampling, seed=seed) for seed in seeds]):
+            found[completion.prompt].append(completion.text or "")
+        return found
 
 
 def load_causal(loader: Loader) -> tuple[Transformer, BpeTokenizer, ChatEncoder | None]:

@@ -18,7 +18,7 @@ __all__ = ["TIMEOUT_S", "ServerModel", "chat_texts"]
 TIMEOUT_S = 3600.0
 SERVER_MAX_LEN = 2048  # tokens, of a server that does not report its model's
 PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes
-CHATS_AT_ONCE = 16  # calls to a server at the same time
+CALLS_AT_ONCE = 16  # calls to a server at the same time
 MAX_WAITS = 120  # seconds to wait while the queue is full
 SIZE_STATUSES = (413, 429, 504)  # body too large, queue full, timeout of a proxy: fewer prompts may pass
 
@@ -72,14 +72,26 @@ class ServerModel:
         return found
 
     def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[list[str]]:
-        texts = [choice["text"] for choice in self._complete(prompts, _sampling(decoding))]
-        return [texts[i : i + decoding.samples] for i in range(0, len(texts), decoding.samples)]
+        if decoding.temperature == 0:
+            texts = [choice["text"] for choice in self._complete(prompts, _sampling(decoding, decoding.seed))]
+            return [texts[i : i + decoding.samples] for i in range(0, len(texts), decoding.samples)]
+
+        def sample(ids: Sequence[int]) -> list[str]:  # a call has one seed, so it has one prompt
+            return [choice["text"] for choice in self._complete([ids], _sampling(decoding, decoding.seed_of(ids)))]
+
+        with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+            return list(pool.map(sample, prompts))
 
     def generate_chat(self, chats: Sequence[Sequence[Message]], decoding: Decoding) -> list[list[str]]:
         """By the chat route: only the server knows the tokens that end a turn. A call holds one chat."""
-        settings = {"model": self.name, **_sampling(decoding)}
-        bodies = [{**settings, "messages": [dict(m) for m in messages]} for messages in chats]
-        with ThreadPoolExecutor(CHATS_AT_ONCE) as pool:
+        bodies = [
+            {
+                "model": self.name, "messages": [dict(m) for m in messages],
+                **_sampling(decoding, decoding.seed_of(messages)),
+            }
+            for messages in chats
+        ]  # fmt: skip
+        with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             return list(pool.map(partial(chat_texts, self.api), bodies))
 
     def _complete(self, prompts: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -109,10 +121,10 @@ def _smaller_may_pass(error: Refused) -> bool:
     return error.status in SIZE_STATUSES or (error.status == 400 and error.param == "n")
 
 
-def _sampling(decoding: Decoding) -> dict[str, Any]:
+def _sampling(decoding: Decoding, seed: int) -> dict[str, Any]:
     """The fields of OpenAI's API; those without a value are left out."""
     fields = {
         "max_tokens": decoding.max_tokens, "n": decoding.samples, "temperature": decoding.temperature,
-        "seed": decoding.seed, "stop": list(decoding.stop) or None,
+        "seed": seed, "stop": list(decoding.stop) or None,
     }  # fmt: skip
     return {name: value for name, value in fields.items() if value is not None}

@@ -138,6 +138,16 @@ def test_pass_at_k_counts_samples() -> None:
     assert list(found) == ["pass", "pass_pass@3"] and found["pass"].mean < found["pass_pass@3"].mean
 
 
+def test_answers_to_different_prompts_are_drawn_independently() -> None:
+    """At this temperature all tokens are about equally probable after any prompt: with the same random numbers for all
+    prompts, the answers would be equal. The answers to a prompt do not depend on the other prompts."""
+    model, drawn = real_model(), Decoding(max_tokens=3, temperature=1000.0)
+    prompts = [model.encode(word) for word in WORDS]
+    texts = model.generate(prompts, drawn)
+    assert len({text for (text,) in texts}) == len(WORDS)
+    assert model.generate(prompts[5:7], drawn) == texts[5:7]
+
+
 def hash_of(text: str) -> int:
     return sum(text.encode())
 
