@@ -68,21 +68,35 @@ def compare_folders(a: Path, b: Path) -> list[Compared]:
 
 
 def _compared(a: Side, b: Side) -> Compared:
-    ids = [id for id in a.rows if id in b.rows]
+    ids = [id for id, row in a.rows.items() if id in b.rows and _asked(row) == _asked(b.rows[id])]
     if not ids:
         raise TaskError(f"the two results of {a.task} have no item in common", hint="evaluate both on the same data")
     rows = [a.rows[i] for i in ids], [b.rows[i] for i in ids]
     clusters = [row["cluster"] or row["id"] for row in rows[0]]
-    kind, metric = a.result["settings"]["kind"], next(iter(a.result["metrics"]))
+    kind, metric, key = a.result["settings"]["kind"], next(iter(a.result["metrics"])), _selected_by(a)
+    if _selected_by(b) != key:
+        raise TaskError(
+            f"the results of {a.task} are scored by {key} and by {_selected_by(b)}", hint="evaluate both in one way"
+        )
     if kind == "loss":
         return _losses(a.task, metric, rows, clusters)
-    key = a.result["settings"]["normalization"] if kind == "choice" else f"pass@{a.result['k'][0]}"
     scores = [item_scores(kind, side, a.result["k"])[key] for side in rows]
     differing = [(x, y) for x, y, p, q in zip(*rows, *scores, strict=True) if p != q]
     return Compared(
         task=a.task, metric=metric, selected_by=key, a=estimate(scores[0], clusters),
         b=estimate(scores[1], clusters), difference=compare(scores[0], scores[1], clusters), differing=tuple(differing),
     )  # fmt: skip
+
+
+def _asked(row: Row) -> tuple[Any, ...]:
+    """The question of a row. An id alone is a line of a file, which may have changed between two evaluations."""
+    return tuple(row.get(name) for name in ("prompt", "messages", "choices", "answer"))
+
+
+def _selected_by(side: Side) -> str:
+    """The normalisation or pass@k of the task's metric."""
+    settings = side.result["settings"]
+    return settings["normalization"] if settings["kind"] == "choice" else f"pass@{side.result['k'][0]}"
 
 
 def _losses(task: str, metric: str, rows: tuple[list[Row], list[Row]], clusters: Sequence[str]) -> Compared:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bagu.eval import score
 from bagu.eval.choice import answers, continuation
+from bagu.eval.compare import compare_folders
 from bagu.eval.grades import each
 from bagu.eval.loss import windows
 from bagu.eval.model import Decoding
@@ -84,6 +86,20 @@ def test_results_of_another_model_or_setting_are_not_mixed(tmp_path: Path) -> No
         evaluate(real_model(1), choice_task(), out=tmp_path)
     with pytest.raises(TaskError, match="settings differ"):
         evaluate(real_model(), choice_task(normalization="pmi"), out=tmp_path)
+
+
+def test_only_results_of_the_same_questions_in_the_same_way_are_compared(tmp_path: Path) -> None:
+    others = [replace(item, prompt=f"{item.prompt} and") for item in ITEMS]  # the same lines of another file
+    evaluate(real_model(), choice_task(), out=tmp_path / "a")
+    evaluate(real_model(), choice_task(items=lambda: others), out=tmp_path / "b")
+    evaluate(real_model(), choice_task(normalization="pmi"), out=tmp_path / "c")
+    evaluate(real_model(), choice_task(items=lambda: [*others[:5], *ITEMS[5:]]), out=tmp_path / "d")
+    with pytest.raises(TaskError, match="the two results of t have no item in common"):
+        compare_folders(tmp_path / "a", tmp_path / "b")
+    assert compare_folders(tmp_path / "a", tmp_path / "d")[0].difference.items == len(ITEMS) - 5
+    for one, other in (("a", "c"), ("c", "a")):
+        with pytest.raises(TaskError, match=r"scored by \w+ and by \w+"):
+            compare_folders(tmp_path / one, tmp_path / other)
 
 
 def test_few_shot_examples_stand_before_every_question_and_are_not_asked() -> None:
