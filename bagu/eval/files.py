@@ -81,9 +81,7 @@ def read_task(path: Path, judge: Judge | None = None) -> Task:
             max_tokens=table.get("max_tokens", 256), temperature=table.get("temperature", 0.0),
             samples=table.get("samples", 1), stop=tuple(table.get("stop", ())),
         )  # fmt: skip
-        fields |= (
-            _judged(path, table, judge) if "judge" in table else {"grade": exact_match(pattern=table.get("extract"))}
-        )
+        fields |= _judged(path, table, judge) if "judge" in table else _matched(table.get("extract"))
         fields["k"] = tuple(table.get("k", (1,)))
     if kind != "loss":
         fields["example"] = _example(table)
@@ -91,6 +89,11 @@ def read_task(path: Path, judge: Judge | None = None) -> Task:
         name=table["name"], kind=kind, limits=table.get("limits", "The task's author states none."),
         items=lambda: _items(path, table), **fields,
     )  # fmt: skip
+
+
+def _matched(pattern: str | None) -> dict[str, Any]:
+    """The fields of a Task whose answers are compared with the right one."""
+    return {"grade": exact_match(pattern=pattern), "judged": pattern or ""}
 
 
 def _judged(path: Path, table: Mapping[str, Any], judge: Judge | None) -> dict[str, Any]:

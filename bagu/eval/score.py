@@ -175,8 +175,8 @@ def _header(
     """The facts that affect the results. `identity` comes from the caller: the weights, the dtype, the arithmetic."""
     digest = hashlib.sha256()
     for item in items:
-        asked = [item.id, item.prompt, [dict(m) for m in item.messages], item.choices, item.answer]
-        digest.update(json.dumps(asked).encode())
+        asked = [item.id, item.prompt, [dict(m) for m in item.messages], item.choices, item.answer, item.cluster]
+        digest.update(json.dumps([*asked, dict(item.facts)], default=str).encode())  # Parquet has dates
     settings = {
         "kind": task.kind, "few_shot": task.few_shot, "delimiter": task.delimiter, "stride": task.stride,
         "normalization": task.normalization, "decoding": asdict(task.decoding), "seed": seed,

@@ -86,6 +86,10 @@ def test_results_of_another_model_or_setting_are_not_mixed(tmp_path: Path) -> No
         evaluate(real_model(1), choice_task(), out=tmp_path)
     with pytest.raises(TaskError, match="settings differ"):
         evaluate(real_model(), choice_task(normalization="pmi"), out=tmp_path)
+    for change in ({"cluster": "one"}, {"facts": {"test": "assert True"}}):
+        changed = [replace(item, **change) for item in ITEMS]  # type: ignore[arg-type]
+        with pytest.raises(TaskError, match="items differ"):
+            evaluate(real_model(), choice_task(items=lambda changed=changed: changed), out=tmp_path)
 
 
 def test_only_results_of_the_same_questions_in_the_same_way_are_compared(tmp_path: Path) -> None:

@@ -255,6 +255,13 @@ def test_exact_match_takes_the_last_match() -> None:
     assert grade([Item(id="a", answer="42")], [["first 7, then 42", "42, then 7", "none"]]) == [[1.0, 0.0, 0.0]]
 
 
+def test_the_pattern_of_a_task_file_identifies_its_grades(tmp_path: Path) -> None:
+    """Rows that were graded with another pattern are not resumed: `judged` is in the header of the results."""
+    text = CHOICE.replace('"choice"', '"generation"') + 'extract = "{}"'
+    one, other = (read_task(task_file(tmp_path, text.format(pattern))) for pattern in ("[a-z]+", "[0-9]+"))
+    assert one.judged != other.judged
+
+
 def test_exact_match_needs_the_group_of_a_match() -> None:
     grade = exact_match(pattern=r"answer: (\d+)|unknown")
     assert grade([Item(id="a", answer="answer: 42")], [["answer: 42", "unknown"]]) == [[1.0, 0.0]]
