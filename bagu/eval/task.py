@@ -111,6 +111,8 @@ def checked_items(task: Task, limit: int | None = None) -> list[Item]:
         seen.add(item.id)
         if task.kind == "choice":
             _check_choices(item, where)
+        elif task.kind == "loss" and not item.prompt:  # 0 bits over 0 bytes: the interval would be NaN
+            raise TaskError(f"{where}: the document is empty", hint="delete that row")
         items.append(item)
     if not items:
         raise TaskError(f"task {task.name} has no items", hint="check the data that it reads")

@@ -186,6 +186,7 @@ def test_bad_tasks_are_refused_in_one_sentence() -> None:
         (items(prompt="word " * 300), "f.jsonl:3: prompt and choice have"),
         (items(prompt=""), "f.jsonl:3: the prompt is empty"),
         (choice_task(few_shot=1), "no form for few-shot examples"),
+        (choice_task(kind="loss", items=lambda: [*ITEMS, Item(id="z")]), "task t, item z: the document is empty"),
     ):
         with pytest.raises(TaskError, match=message):
             evaluate(real_model(), task)
