@@ -5,8 +5,10 @@ Each row knows its file and line; error messages start with them.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +56,7 @@ def json_rows(files: list[tuple[str, Path]]) -> Iterator[Row]:
                 yield from _from_json(name, path)
             else:
                 yield from _from_lines(name, path)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise BaguError(f"cannot read {path}: {error}", hint="correct it or leave it out") from error
 
 
@@ -71,7 +73,7 @@ def _from_json(name: str, path: Path) -> Iterator[Row]:
     """The objects of a list. A file that starts with an object is JSON lines, or one object over several lines."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
-    if data.lstrip()[:1] == b"{":
+    if data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{":
         try:
             rows = [json.loads(data)]
         except (ValueError, RecursionError):
@@ -92,7 +94,7 @@ def _from_json(name: str, path: Path) -> Iterator[Row]:
 def _parsed(place: str, data: bytes) -> Any:
     try:
         return json.loads(data)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, or an integer of thousands of digits
         raise BaguError(f"{place}: not JSON: {error}", hint="correct or delete that line") from error
     except RecursionError as error:
         raise BaguError(f"{place}: the JSON is nested too deeply", hint="correct or delete that line") from error

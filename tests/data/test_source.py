@@ -58,6 +58,7 @@ def test_json_lines(tmp_path: Path, name: str) -> None:
         (b'{"txt": 1, "lang": 2}', "no field 'text'"),
         (b'{"text": 5}', "field 'text' is a int, not a string"),
         (b'{"text": "\\ud83d"}', "a lone surrogate at character 0"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, says: str) -> None:
@@ -85,9 +86,10 @@ def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str) ->
     [
         ("rows.json", '[{"text": "a"},\n {"text": "b"}]'),
         ("rows.json", '{"text": "a"}\n{"text": "b"}\n'),  # JSON lines in a .json file
+        ("rows.json", '\ufeff{"text": "a"}\r\n{"text": "b"}\r\n'),
         ("rows.json.gz", '[{"text": "a"}, {"text": ""}, {"text": "b"}]'),
     ],
-    ids=["list", "lines", "compressed"],
+    ids=["list", "lines", "lines after a byte-order mark", "compressed"],
 )
 def test_a_json_file_is_data_not_text(tmp_path: Path, name: str, text: str) -> None:
     path = write(tmp_path / name, gzip.compress(text.encode()) if name.endswith("gz") else text)
@@ -171,6 +173,10 @@ def test_empty_sources_are_refused(tmp_path: Path) -> None:
     torn = write(tmp_path / "torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100)[:30])
     with pytest.raises(BaguError, match=r"cannot read .*torn\.jsonl\.gz"):
         list(JsonlSource(torn).documents())
+    changed = bytearray(gzip.compress(b'{"text": "a"}\n' * 100))
+    changed[10] = 0xFF  # no type of block
+    with pytest.raises(BaguError, match=r"cannot read .*changed\.jsonl\.gz"):
+        list(JsonlSource(write(tmp_path / "changed.jsonl.gz", bytes(changed))).documents())
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
