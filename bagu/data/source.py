@@ -148,7 +148,7 @@ def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSou
     if not path.is_dir():
         return (JsonlSource if is_json(path) else kind_of(path) or TextSource)(path)
     other = None if glob is None else TextSource  # other file names are text if glob asks for them
-    files = [file for file in path.glob(glob or "**/*") if file.is_file()]
+    files = _matching(path, glob or "**/*")
     found = {JsonlSource if glob and is_json(file) else kind_of(file) or other for file in files}
     if glob is None and found <= {None} and any(map(is_json, files)):
         return JsonlSource(path, glob="**/*.json*")
@@ -177,16 +177,33 @@ def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
     """(relative name, path) of the file, or of the matching files in the folder, sorted by name."""
     path = Path(path)
     if path.is_file():
-        return [(path.name, path)]
+        return [(_name(path.name), path)]
     if not path.is_dir():
         raise BaguError(f"there is no file or folder {path}", hint="check the path and the working folder")
-    found = sorted((file.relative_to(path).as_posix(), file) for file in path.glob(glob) if file.is_file())
+    found = sorted((_name(file.relative_to(path).as_posix()), file) for file in _matching(path, glob))
     if not found:
         raise BaguError(
             f"no file under {path} matches {glob!r}",
             hint="give the files by name, or select them in a run with --set sources.NAME.glob='**/*.md'",
         )
     return found
+
+
+def _matching(folder: Path, glob: str) -> list[Path]:
+    try:
+        return [file for file in folder.glob(glob) if file.is_file()]
+    except (NotImplementedError, ValueError) as error:  # an absolute pattern; "" or "a**b"
+        hint = "give one relative to the folder, such as **/*.md"
+        raise BaguError(f"the pattern {glob!r} selects no files of {folder}: {error}", hint=hint) from error
+
+
+def _name(name: str) -> str:
+    """A relative name, which is part of document ids and hashes. Python decodes other bytes of it to surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise BaguError(f"the file name {name!a} is not UTF-8", hint="rename the file, or leave it out") from error
+    return name
 
 
 def read(path: Path) -> bytes:

@@ -97,14 +97,13 @@ class BpeTokenizer:
         file = path / FILES[0] if path.is_dir() else path
         try:
             spec = file.read_text(encoding="utf-8")
-            known = json.loads(spec)["added_tokens"]
+            special = [token["content"] for token in json.loads(spec)["added_tokens"] if token["special"]]
         except FileNotFoundError as error:
             hint = "create one with bagu tokenizer train, or use the folder of a Hugging Face model"
             raise BaguError(f"there is no tokenizer at {file}", hint=hint) from error
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BaguError(f"{file} is not a tokenizer.json: {error!r}", hint="download or train it again") from error
         config = _read_config(file.with_name(FILES[1]))
-        special = [token["content"] for token in known if token["special"]]
         eos = _content(config.get("eos_token")) or next((end for end in KNOWN_ENDS if end in special), None)
         if eos is None:
             found = ", ".join(special) or "none"

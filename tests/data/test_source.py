@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,22 @@ def test_a_folder_of_two_kinds_needs_a_glob(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="matches") as caught:
         list(open_source(tmp_path, "**/*.rst").documents())
     assert "--set sources.NAME.glob=" in caught.value.hint
+
+
+@pytest.mark.parametrize("glob", ["/x/*.txt", "**x/*.txt"])
+def test_a_pattern_that_cannot_be_used_is_named(tmp_path: Path, glob: str) -> None:
+    write(tmp_path / "a.txt", "plain")
+    with pytest.raises(BaguError, match=r"the pattern '.*' selects no files"):
+        list(open_source(tmp_path, glob).documents())
+
+
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "plain")
+    latin = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    try:
+        latin.write_text("plain")
+    except (OSError, UnicodeEncodeError):
+        pytest.skip("this file system has only Unicode names")
+    for path in (tmp_path, latin):
+        with pytest.raises(BaguError, match=r"the file name 'caf\\udce9\.txt' is not UTF-8"):
+            open_source(path).describe()

@@ -201,6 +201,8 @@ def test_unusable_tokenizers_are_refused(tmp_path: Path) -> None:
         BpeTokenizer.load(tmp_path)
     file = tmp_path / "tokenizer.json"
     for content, says in (("{", "is not a tokenizer.json"), ("[]", "is not a tokenizer.json"),
+                          ('{"added_tokens": null}', "is not a tokenizer.json"),
+                          ('{"added_tokens": [{"id": 1}]}', "is not a tokenizer.json"),
                           (TOKENIZER.spec.replace('"merges"', '"mergers"'), "cannot use")):  # fmt: skip
         file.write_text(content)
         with pytest.raises(BaguError, match=says):
