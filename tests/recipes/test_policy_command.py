@@ -145,6 +145,12 @@ def test_what_cannot_work_is_refused_before_the_run_starts(
     assert bagu(folder, "grpo", "--dry-run", *args, settings=[*SMALL, *changes], reward=reward) == 2
 
 
+def test_ppo_without_a_reward_asks_for_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not for a critic: Path("") is the working folder, which is no reward model."""
+    assert bagu(folder, "ppo", "--dry-run", settings=SMALL, reward=None) == 2
+    assert "objective 'ppo' needs a reward" in capsys.readouterr().err
+
+
 def test_a_reward_is_refused_for_an_objective_without_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bagu(folder, "sft", settings=[]) == 2
     assert "'sft' has no reward" in capsys.readouterr().err

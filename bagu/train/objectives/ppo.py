@@ -89,7 +89,7 @@ class ProximalPolicy(PolicyObjective):
             )
 
     def auxiliary(self) -> Mapping[str, str]:
-        start = self.critic or (self.reward if Path(self.reward).is_dir() else None)
+        start = self.critic or (self.reward if self.reward and Path(self.reward).is_dir() else None)
         return {} if start is None else {"critic": start}
 
     def check_auxiliary(self, role: str, auxiliary: ModelConfig, model: ModelConfig) -> None:
