@@ -27,6 +27,8 @@ from bagu.train.objective import TrainingData
 __all__ = ["DATA", "Inputs", "facts_of", "read_inputs"]
 
 DATA = "data.json"  # in the folder of a run
+# facts of a source that decide, for the same files, which documents are trained on and which are held out
+SELECTED = ("field", "dedup", "validation", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
         return ()
     try:
         before = {
-            name: (s["sha256"], s["files"], s["bytes"])
+            name: {key: s[key] for key in ("sha256", "files", "bytes")} | {key: s.get(key) for key in SELECTED}
             for name, s in json.loads(path.read_text(encoding="utf-8"))["sources"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -96,12 +98,18 @@ def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
         ) from error
     changes = [f"source {name!r} is gone" for name in before if name not in corpora]
     for name, corpus in corpora.items():
-        now = corpus.facts
-        if name not in before:
+        now, was = corpus.facts, before.get(name)
+        if was is None:
             changes.append(f"source {name!r} is new")
-        elif before[name][0] != now["sha256"]:
-            was = f"{before[name][1]:,} files, {before[name][2]:,} bytes"
-            changes.append(f"source {name!r} was {was} and is {now['files']:,} files, {now['bytes']:,} bytes")
+        elif was["sha256"] != now["sha256"]:
+            size = f"{was['files']:,} files, {was['bytes']:,} bytes"
+            changes.append(f"source {name!r} was {size} and is {now['files']:,} files, {now['bytes']:,} bytes")
+        elif was["validation"] is not None:  # older files do not have these facts
+            changes += [
+                f"{key} of source {name!r} was {was[key]} and is {now.get(key)}"
+                for key in SELECTED
+                if was[key] != now.get(key)
+            ]
     return tuple(changes)
 
 

@@ -96,6 +96,15 @@ def test_a_run_without_a_record_of_its_data_goes_on_and_gets_one(again: Path) ->
     assert json.loads((again / "data.json").read_text())["sources"]["texts"]["sha256"] == recorded
 
 
+@pytest.mark.parametrize("setting", ["validation=0.6", "data.seed=3", "dedup=null"])
+def test_another_selection_of_the_same_files_is_changed_data(
+    again: Path, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Documents that were held out would be trained on, or the other way round."""
+    assert bagu("train", "--resume", "--out", again, "--dry-run", "--set", setting) == 2
+    assert f"{setting.split('=')[0].split('.')[-1]} of source 'texts' was" in capsys.readouterr().err
+
+
 def test_accepting_a_change_of_data_needs_a_run_to_resume(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bagu("train", made / "texts", "--out", made / "other", "--accept-data-change", *SETTINGS) == 2
     assert "without a run to resume" in capsys.readouterr().err
