@@ -213,10 +213,17 @@ def with_data(run: Run, paths: list[str]) -> Run:
     """The run with these files or folders instead of its own sources; each is a source with the name of its file."""
     if not paths:
         return run
-    names = [STDLIB if p == STDLIB else Path(p).stem for p in paths]
+    names = [STDLIB if p == STDLIB else _source_name(p) for p in paths]
     if len(set(names)) < len(names):
         raise BaguError(f"two sources would both be called {max(names, key=names.count)!r}", hint="rename one file")
     return replace(run, sources={n: SourceConfig(path=p) for n, p in zip(names, paths, strict=True)})
+
+
+def _source_name(path: str) -> str:
+    """The name of a file or folder without its endings. A dot would divide the name in `--set sources.NAME.field`."""
+    place = Path(path)
+    name = place.resolve().name if place.name in ("", "..") else place.name  # "." has the name ""
+    return Path(name.removesuffix(".gz")).stem.replace(".", "_")
 
 
 def with_start(run: Run, start: str | None) -> Run:

@@ -16,6 +16,7 @@ from bagu import config as configs
 from bagu.config import ConfigError
 from bagu.data.corpus import STDLIB, Corpus, Selection, SourceConfig
 from bagu.data.loader import DataConfig
+from bagu.errors import UnknownName
 from bagu.nn.config import ModelConfig
 from bagu.nn.lora import Base, check_targets
 from bagu.parallel.model_parallel import check_model_parallel
@@ -186,6 +187,15 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
 
 def with_settings(run: Run, settings: Sequence[str]) -> Run:
-    """`run` changed by settings like "train.optimizer.lr=3e-4"; raises for a key that has moved, with its new name."""
+    """`run` changed by settings like "train.optimizer.lr=3e-4"; raises for a key that has moved, with its new name.
+
+    A setting of a source that the run does not have adds one only if its path is given: with a mistyped name, the
+    default path would train on the standard library too.
+    """
     refuse_moved_settings(settings)
-    return configs.override(run, settings)
+    changed = configs.override(run, settings)
+    keys = {setting.partition("=")[0].strip() for setting in settings}
+    for name in changed.sources.keys() - run.sources.keys():
+        if keys.isdisjoint({"sources", f"sources.{name}", f"sources.{name}.path"}):
+            raise UnknownName.among("source", name, run.sources)
+    return changed

@@ -14,8 +14,10 @@ from bagu.cli import main
 from bagu.config import from_dict, to_dict
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import PARTS, SourceConfig
-from bagu.recipes.catalogue import RECIPES, recipe
+from bagu.errors import UnknownName
+from bagu.recipes.catalogue import RECIPES, recipe, with_data
 from bagu.recipes.models import NATIVE, load_model
+from bagu.recipes.run import with_settings
 from bagu.runs.folder import RunFolder
 from tests.command import bagu
 
@@ -101,6 +103,22 @@ def test_a_folder_of_two_kinds_of_files_needs_a_glob(
     one = settings("train.steps=1", "sources.texts.glob=**/*.txt")
     assert bagu("train", texts, "--out", tmp_path / "run", *one) == 0
     assert json.loads((tmp_path / "run" / "data.json").read_text())["sources"]["texts"]["files"] == 20
+
+
+def test_a_source_has_a_name_that_settings_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"a/rows.jsonl": "rows", "rows.v2.jsonl": "rows_v2", "zipped.jsonl.gz": "zipped", ".": tmp_path.stem}
+    run = with_data(recipe("small"), list(given))
+    assert list(run.sources) == list(given.values())
+    assert with_settings(run, ["sources.rows_v2.field=body"]).sources["rows_v2"].field == "body"
+
+
+def test_a_mistyped_source_does_not_add_the_standard_library() -> None:
+    run = with_data(recipe("small"), ["chats.jsonl"])
+    with pytest.raises(UnknownName, match="there is no source 'chat'") as caught:
+        with_settings(run, ["sources.chat.max_bytes=100"])
+    assert "did you mean 'chats'?" in caught.value.hint
+    assert list(with_settings(run, ["sources.more.path=stdlib"]).sources) == ["chats", "more"]
 
 
 def chats_of(folder: Path, **files: int) -> dict[str, list[str]]:
