@@ -53,7 +53,7 @@ def estimate(values: Sequence[float], clusters: Sequence[Hashable] | None = None
     sums, counts = _by_cluster(values, clusters)
     mean, n = float(sums.sum() / counts.sum()), len(sums)
     low, high = (min(values), max(values)) if n == 1 else _interval(sums, counts, seed)  # no estimate from one cluster
-    if low == high and n > 1 and mean in (0.0, 1.0):  # all items right or all wrong: the bootstrap has no variance
+    if low == high and mean in (0.0, 1.0):  # all items right or all wrong: the bootstrap has no variance
         margin = 1 - (1 - LEVEL) ** (1 / n)  # a higher rate would have been observed with probability 0.95
         low, high = max(0.0, mean - margin), min(1.0, mean + margin)
     return Estimate(mean=mean, low=low, high=high, items=len(values), clusters=n)

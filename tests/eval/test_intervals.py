@@ -48,6 +48,7 @@ def test_an_interval_of_all_right_is_not_empty() -> None:
     found = estimate([1.0] * 50)
     assert (found.mean, found.high) == (1.0, 1.0) and 0.93 < found.low < 0.95
     assert estimate([0.0] * 50).high == pytest.approx(1 - found.low)
+    assert estimate([0.0] * 50, ["one cluster"] * 50).high == pytest.approx(0.95)
 
 
 def test_a_comparison_is_paired() -> None:
