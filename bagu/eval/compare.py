@@ -49,10 +49,13 @@ def read_side(folder: Path) -> dict[str, Side]:
     """The results in a folder, by task."""
     found = {}
     for file in sorted(folder.glob("*/result.json")):
-        result = json.loads(file.read_text(encoding="utf-8"))
         written = [row for row in read_rows(file.parent / "items.jsonl") if "header" not in row]
-        rows = {row["id"]: row for row in graded(written)}
-        found[result["task"]] = Side(task=result["task"], model=result["model"], result=result, rows=rows)
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            rows = {row["id"]: row for row in graded(written)}
+            found[result["task"]] = Side(task=result["task"], model=result["model"], result=result, rows=rows)
+        except (ValueError, LookupError, TypeError) as error:
+            raise TaskError(f"{file} is no result of bagu eval: {error!r}", hint="evaluate again") from error
     if not found:
         raise TaskError(f"there are no results in {folder}", hint="`bagu eval MODEL TASK --out FOLDER` writes them")
     return found

@@ -44,6 +44,11 @@ KEYS: dict[str, tuple[type, ...]] = {  # and the types of their values; the memb
     "chat": (bool,), "max_tokens": (int,), "temperature": NUMBER, "samples": (int,), "stop": (list,), "k": (list,),
     "extract": TEXT, "judge": TEXT, "judge_best": NUMBER,
 }  # fmt: skip
+OF_KIND = {  # keys that have an effect on one kind of task only
+    "choices": "choice", "normalization": "choice", "max_tokens": "generation", "temperature": "generation",
+    "samples": "generation", "stop": "generation", "k": "generation", "extract": "generation", "judge": "generation",
+    "judge_best": "generation",
+}  # fmt: skip
 MEMBERS: dict[str, type] = {"choices": str, "stop": str, "k": int}
 
 
@@ -143,11 +148,22 @@ def _table(path: Path) -> dict[str, Any]:
             raise TaskError(f"{path}: the key {key!r} is missing", hint=f"a task has {', '.join(needed)}")
     if table["kind"] not in KINDS:
         raise UnknownName.among("kind of task", table["kind"], KINDS)
+    _refuse_idle_keys(path, table)
     if not re.fullmatch(r"\w[\w.-]*", table["name"]):  # the name of a folder of results
         raise TaskError(f"{path}: name is {table['name']!r}", hint="use letters, digits, `-`, `_` and `.`")
     if table.get("normalization", "raw") not in NORMALIZATIONS:
         raise UnknownName.among("normalization", table["normalization"], NORMALIZATIONS)
     return table
+
+
+def _refuse_idle_keys(path: Path, table: Mapping[str, Any]) -> None:
+    """Raise for a key that would have no effect."""
+    kind, judged = table["kind"], "judge" in table
+    idle = [(key, f"on a task of kind {kind!r}") for key in table if OF_KIND.get(key, kind) != kind]
+    idle += [("judge_best", "without judge")] if "judge_best" in table and not judged else []
+    idle += [("extract", "with judge")] if "extract" in table and judged else []
+    if idle:
+        raise TaskError(f"{path}: {idle[0][0]} has no effect {idle[0][1]}", hint="leave it out")
 
 
 def _check_type(path: Path, key: str, value: Any) -> None:

@@ -91,9 +91,9 @@ class Task:
         if self.chat and (self.kind != "generation" or self.few_shot):
             what = "few-shot examples" if self.few_shot else f"kind {self.kind!r}"
             raise TaskError(f"task {self.name}: a chat with {what}", hint="only plain generation tasks ask in chats")
-        if any(not 1 <= k <= self.decoding.samples for k in self.k) and self.kind == "generation":
+        if self.kind == "generation" and not (self.k and all(1 <= k <= self.decoding.samples for k in self.k)):
             raise TaskError(
-                f"task {self.name}: pass@{max(self.k)} of {self.decoding.samples} samples",
+                f"task {self.name}: pass@{max(self.k, default='k')} of {self.decoding.samples} samples",
                 hint="draw at least as many samples as the largest k",
             )
 

@@ -77,6 +77,8 @@ def eval_main(
     )  # fmt: skip
     folder = out or Path("evals") / (asked.name if quantization is None else f"{asked.name}-{quantization}")
     found = _tasks(tasks, asked.max_len, judge, judge_api_key, device)
+    if normalization is not None and not any(task.kind == "choice" for task in found):
+        raise ArgumentError("--normalization, and no task is multiple choice", hint="leave it out")
     changes: dict[str, Any] = {
         k: v for k, v in (("few_shot", few_shot), ("normalization", normalization)) if v is not None
     }

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from bagu import cli
 from bagu.errors import BaguError
+from bagu.eval.compare import read_side
 from bagu.eval.intervals import Estimate
 from bagu.eval.report import interval_plot
 from bagu.eval.words import PERCENT
@@ -85,6 +86,7 @@ def test_contamination_is_reported(models: tuple[Path, Path], tmp_path: Path) ->
         (["mmlu"], "the data of mmlu are not part of bagu"),
         (["continue4", "--normalization", "rwa"], "there is no normalization 'rwa'"),
         (["continue4", "--limit", "0"], "--limit 0"),
+        (["library", "--normalization", "pmi"], "--normalization, and no task is multiple choice"),
     ],
 )
 def test_wrong_arguments_are_named(args: list[str], message: str, models: tuple[Path, Path]) -> None:
@@ -95,6 +97,15 @@ def test_wrong_arguments_are_named(args: list[str], message: str, models: tuple[
 def test_folders_without_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="there are no results in"):
         CliRunner().invoke(cli.app, ["eval", "--compare", str(tmp_path), str(tmp_path)], catch_exceptions=False)
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/items.jsonl").write_text('{"header": {}}\n')
+    for content in ("{", "[]", '{"task": "t"}'):
+        (tmp_path / "t/result.json").write_text(content)
+        with pytest.raises(BaguError, match=r"t/result.json is no result of bagu eval"):
+            read_side(tmp_path)
 
 
 def test_a_plot_has_a_dot_and_a_line_for_each_row() -> None:

@@ -32,6 +32,7 @@ choices = "{{ cities }}"
 answer = "{{ label }}"
 cluster = "{{ continent }}"
 """
+GENERATION = CHOICE.replace('"choice"', '"generation"').replace('choices = "{{ cities }}"\n', "")
 ROWS = [
     {"country": "France", "cities": ["Paris", "Rome"], "label": 0, "continent": "Europe"},
     {"country": "Italy", "cities": ["Paris", "Rome"], "label": "B", "continent": "Europe"},
@@ -87,9 +88,14 @@ def test_an_answer_in_text_is_the_choice_with_this_text(label: object, right: st
         (CHOICE + "few_shot = true", None, "task.toml: few_shot is True"),
         (CHOICE + "few_shot = -1", None, "task capitals: -1 examples"),
         (CHOICE + "chat = true", None, "task capitals: a chat with kind 'choice'"),
-        (CHOICE.replace('"choice"', '"generation"') + 'stop = "ab"', None, "task.toml: stop is 'ab'"),
-        (CHOICE.replace('"choice"', '"generation"') + "k = [1.5]", None, r"task.toml: k is \[1.5\]"),
-        (CHOICE.replace('"choice"', '"generation"') + 'extract = "("', None, "'\\(' is no regular expression"),
+        (GENERATION + 'stop = "ab"', None, "task.toml: stop is 'ab'"),
+        (GENERATION + "k = []", None, "pass@k of 1 samples"),
+        (GENERATION + 'normalization = "raw"', None, "normalization has no effect on a task of kind 'generation'"),
+        (CHOICE + "max_tokens = 4", None, "max_tokens has no effect on a task of kind 'choice'"),
+        (GENERATION + "judge_best = 4", None, "judge_best has no effect without judge"),
+        (GENERATION + 'judge = "x"\nextract = "y"', None, "extract has no effect with judge"),
+        (GENERATION + "k = [1.5]", None, r"task.toml: k is \[1.5\]"),
+        (GENERATION + 'extract = "("', None, "'\\(' is no regular expression"),
     ],
 )
 def test_a_wrong_task_file_is_refused(text: str, rows: list[dict] | None, message: str, tmp_path: Path) -> None:
@@ -257,7 +263,7 @@ def test_exact_match_takes_the_last_match() -> None:
 
 def test_the_pattern_of_a_task_file_identifies_its_grades(tmp_path: Path) -> None:
     """Rows that were graded with another pattern are not resumed: `judged` is in the header of the results."""
-    text = CHOICE.replace('"choice"', '"generation"') + 'extract = "{}"'
+    text = GENERATION + 'extract = "{}"'
     one, other = (read_task(task_file(tmp_path, text.format(pattern))) for pattern in ("[a-z]+", "[0-9]+"))
     assert one.judged != other.judged
 
