@@ -198,7 +198,8 @@ class TrainState:
     """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and the run's position.
 
     `model` is what this rank computes with: the caller's model, or its part under tp, cp, pp or ep (`divided`).
-    `step` counts completed updates, `data_step` the loader's steps used; a skipped batch advances only `data_step`.
+    `step` counts completed steps, `data_step` the loader's steps used; a skipped batch advances only `data_step`.
+    `updates` counts the steps that changed the weights, all but idle ones: Adam's bias correction depends on it.
     """
 
     def __init__(
@@ -230,6 +231,7 @@ class TrainState:
         self.guard = Guard(config.stability)
         self.step = 0
         self.data_step = 0
+        self.updates = 0
         self.stop_asked = False  # by Ctrl-C on this rank; a step sets it on every rank
 
     @property

@@ -53,7 +53,8 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     if skipped is None:
         clip = state.config.clip
         scale = clip / grad_norm if clip is not None and grad_norm > clip else 1.0
-        state.optimizer.update(lr=lr, step=state.step + 1, scale=scale)
+        state.updates += 1
+        state.optimizer.update(lr=lr, step=state.updates, scale=scale)
         state.flat.publish()
         if parts[0].expert_load:
             balanced = state.model if state.divided is None else state.divided

@@ -23,6 +23,7 @@ from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, StabilityConfig, TrainConfig, TrainState, fit, graphs, prepare, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
+from bagu.train.schedule import ScheduleConfig
 from bagu.types import IGNORE, Batch
 
 CONFIG = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.02))
@@ -356,3 +357,14 @@ def test_an_idle_step_is_counted_and_changes_nothing() -> None:
     assert (state.step, state.data_step) == (2, 2)
     assert torch.equal(state.flat.master, before)
     assert all(torch.equal(t, moments[name]) for name, t in state.optimizer.tensors().items())
+
+
+def test_adam_corrects_its_bias_by_updates_and_not_by_idle_steps() -> None:
+    """Rollouts may begin with rewards that are all equal: the first update after them has the size of a first one."""
+    config = dataclasses.replace(CONFIG, schedule=ScheduleConfig(kind="constant"))
+    plain, state = TrainState(model(), config), TrainState(model(), config, Idle())
+    step(plain, batches())
+    step(state, batches(1))
+    state.loss = CrossEntropy()
+    step(state, batches())
+    assert torch.equal(state.flat.master, plain.flat.master)

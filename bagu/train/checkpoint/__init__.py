@@ -2,7 +2,7 @@
 
     model.safetensors       fp32 masters by parameter name, and the model's buffers
     optimizer.safetensors   the optimizer's state, named "exp_avg/<parameter>"
-    state.json              step, data_step, the loader's cursor, the state of the guard and of the loss, run metadata
+    state.json              step, data_step, updates, the cursor of the loader, the states of guard and loss, settings
     manifest.json           size and SHA-256 of the other files; written last
 
 A run whose states are divided over ranks (ZeRO) has a model and an optimizer file per rank (saved_tensors.py). Each

@@ -67,6 +67,7 @@ def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) ->
     own = {
         "step": state.step,
         "data_step": state.data_step,
+        "updates": state.updates,
         "seed": state.config.seed,  # all randomness is a function of the seed, data_step and the micro-batch
         "guard": state.guard.state(),
         "frozen": state.frozen_digest,
