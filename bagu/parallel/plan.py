@@ -39,7 +39,7 @@ def best(
     layouts = candidates(workload, cluster, gpus)
     if not len(layouts):
         raise no_layout(workload, cluster, gpus)
-    needs = memory(workload, cluster, software, layouts)
+    needs = memory(workload, software, layouts)
     fits = needs.total <= cluster.gpu.memory_gib * GiB
     if not fits.any():
         raise does_not_fit(workload, cluster, gpus, software, layouts, needs)

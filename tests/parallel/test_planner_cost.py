@@ -10,7 +10,6 @@ import pytest
 from bagu.nn import count
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
 from bagu.nn.presets import preset
-from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
 from bagu.parallel.planner.memory import memory
 from bagu.parallel.planner.model_cost import model_cost
@@ -57,7 +56,7 @@ def test_activations_of_a_layer_equal_the_tensors_that_a_forward_saves(name: str
 
     def kept(layers: int) -> float:
         workload = Workload(model=replace(config, num_layers=layers), seq=128, batch=1)
-        return float(memory(workload, CLUSTERS["h200"], STACKS["bagu"], Layouts.of(Layout())).activations[0]) / 128
+        return float(memory(workload, STACKS["bagu"], Layouts.of(Layout())).activations[0]) / 128
 
     assert kept(2) - kept(1) == pytest.approx(two - one - 4 * norms, abs=1e-6)
 
@@ -72,7 +71,7 @@ def test_model_states_follow_the_zero_table() -> None:
     """16-bit weights, fp32 gradients and 12 bytes of optimizer: 18Ψ, 6Ψ + 12Ψ/d, 2Ψ + 16Ψ/d, 18Ψ/d."""
     workload = Workload(model=MODELS["llama3-8b"], seq=2048, batch=64)
     layouts = Layouts.of(*(Layout(dp=64, shard=64 if zero else 1, zero=zero) for zero in range(4)))
-    need = memory(workload, CLUSTERS["h100"], STACKS["bagu"], layouts)
+    need = memory(workload, STACKS["bagu"], layouts)
     psi = model_cost(workload.model).parameters
     states = (need.weights + need.gradients + need.optimizer) / psi
     assert states == pytest.approx([18, 6 + 12 / 64, 2 + 16 / 64, 18 / 64], rel=1e-9)
@@ -81,7 +80,7 @@ def test_model_states_follow_the_zero_table() -> None:
 def test_sequence_parallelism_divides_all_activations() -> None:
     workload = Workload(model=MODELS["llama3-8b"], seq=4096, batch=8)
     layouts = Layouts.of(Layout(), Layout(tp=8, sequence_parallel=True), Layout(tp=8))
-    one, divided, replicated = memory(workload, CLUSTERS["h100"], STACKS["bagu"], layouts).activations
+    one, divided, replicated = memory(workload, STACKS["bagu"], layouts).activations
     assert divided == pytest.approx(one / 8, rel=1e-9)
     assert one / 8 < replicated < one
 
@@ -91,7 +90,7 @@ def test_a_pipeline_holds_as_many_micro_batches_as_stages() -> None:
     workload = Workload(model=config, seq=128, batch=16)
     stack = replace(STACKS["bagu"], stages="even")
     layouts = Layouts.of(Layout(), Layout(pp=4), Layout(pp=4, virtual=2))
-    one, four, interleaved = memory(workload, CLUSTERS["h100"], stack, layouts).activations
+    one, four, interleaved = memory(workload, stack, layouts).activations
     ends = 2 * 2 * config.hidden_size * 128
     layers = one - ends
     assert four - 4 * ends / 2 == pytest.approx(layers, rel=1e-9)  # 4 micro-batches of a quarter of the layers

@@ -22,7 +22,6 @@ from bagu.lab.plot import COLOURS
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.presets import preset
 from bagu.ops.recording import storage_id
-from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
 from bagu.parallel.planner.memory import memory
 from bagu.parallel.planner.model_cost import model_cost
@@ -102,7 +101,7 @@ def planned(config: ModelConfig, sequences: int, *, itemsize: int) -> float:
     """The planner's allocation on one GPU; in fp32 a tensor is twice as large, and weights are their own masters."""
     workload = Workload(model=config, seq=SEQ, batch=sequences)
     layouts = Layouts.of(Layout(micro_batch=sequences))
-    need = memory(workload, CLUSTERS["h200"], STACKS["bagu"], layouts)
+    need = memory(workload, STACKS["bagu"], layouts)
     if itemsize == 2:
         return float(need.allocated[0])
     states = need.weights + need.gradients + need.optimizer

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bagu.parallel.planner.cluster import Cluster
 from bagu.parallel.planner.layouts import Layouts, Workload
 from bagu.parallel.planner.model_cost import LayerCost, ModelCost, model_cost
 from bagu.parallel.planner.parameters import local_parameters, stage_layers
@@ -45,7 +44,7 @@ class Memory:
         return self.allocated + self.overhead
 
 
-def memory(workload: Workload, cluster: Cluster, software: Software, x: Layouts) -> Memory:
+def memory(workload: Workload, software: Software, x: Layouts) -> Memory:
     cost = model_cost(workload.model)
     dense, experts = local_parameters(cost, x, software.stages)
     shard = (x.shard * x.cp).astype(float)
@@ -57,7 +56,7 @@ def memory(workload: Workload, cluster: Cluster, software: Software, x: Layouts)
         return bytes_each * (dense / np.where(divided, shard, 1) + experts / np.where(divided, expert_shard, 1))
 
     activations, logits = _activations(workload, cost, software, x, tokens)
-    buffers = logits + _gathered(cost, software, x) + _working(workload, cost, software, x, tokens)
+    buffers = logits + _gathered(cost, software, x) + _working(workload, cost, x, tokens)
     parts = Memory(
         weights=states(software.weight_bytes, 3),
         gradients=states(software.stored_gradient_bytes, 2),
@@ -157,7 +156,7 @@ def _gathered(cost: ModelCost, software: Software, x: Layouts) -> Array:
     return np.where(x.zero == 3, 2.0 * (layer + largest) + software.stored_gradient_bytes * largest, 0.0)
 
 
-def _working(workload: Workload, cost: ModelCost, software: Software, x: Layouts, tokens: Array) -> Array:
+def _working(workload: Workload, cost: ModelCost, x: Layouts, tokens: Array) -> Array:
     """Temporary tensors of the backward of one layer: the gradient of the widest activation and of its input."""
     wide = max(
         max(linear.n if linear.split == "columns" else linear.k for linear in one.linears) for one in cost.layers

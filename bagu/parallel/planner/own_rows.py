@@ -49,7 +49,7 @@ def own_rows() -> list[OwnRow]:
                 measured_s=row["step_s"],
                 predicted_s=float(step_time(workload, cluster, STACKS["bagu"], layouts).total[0]),
                 measured_bytes=row["peak_bytes"],
-                predicted_bytes=float(memory(workload, cluster, STACKS["bagu"], layouts).allocated[0]),
+                predicted_bytes=float(memory(workload, STACKS["bagu"], layouts).allocated[0]),
             )
         )
     return found

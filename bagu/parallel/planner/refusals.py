@@ -74,7 +74,7 @@ def _enough(workload: Workload, cluster: Cluster, gpus: int, software: Software)
             tried = replace(workload, batch=batch)
             layouts = candidates(tried, cluster, count)
             if len(layouts):
-                needs = memory(tried, cluster, software, layouts)
+                needs = memory(tried, software, layouts)
                 if (needs.total <= cluster.gpu.memory_gib * GiB).any():
                     return count, batch
     return None

@@ -124,7 +124,7 @@ def memory_errors(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, float, floa
     for row in rows:
         if row.measured_gb is None and not row.out_of_memory:
             continue
-        need = float(memory(row.workload, row.cluster, row.software, Layouts.of(row.layout)).total[0])
+        need = float(memory(row.workload, row.software, Layouts.of(row.layout)).total[0])
         if row.out_of_memory:
             failed += 1
             seen += need > row.cluster.gpu.memory_gib * 2**30
