@@ -33,12 +33,13 @@ ROLES_TO_ANSWER = ("user", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt as tokens. `text` and `facts` are for the reward; `id` is unique in its corpus."""
+    """A prompt as tokens. `text`, `facts` and `messages` are for the reward; `id` is unique in its corpus."""
 
     id: str
     ids: tuple[int, ...]
     text: str
     facts: Mapping[str, Any]
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +149,4 @@ def _encoded(question: Question, encoder: ChatEncoder) -> Prompt:
     except BaguError as error:
         error.args = (f"{question.place}: {error}",)
         raise
-    return Prompt(id=question.id, ids=tuple(ids), text=question.text, facts=question.facts)
+    return Prompt(id=question.id, ids=tuple(ids), text=question.text, facts=question.facts, messages=question.messages)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,10 +72,7 @@ class ModelReward:
 
     def _tokens(self, sample: Sample) -> Tokens:
         """Encoded as in training: the chat of the prompt, and the answer with the token that ends the turn."""
-        chat = sample.facts.get("prompt")
-        prompt: Sequence[Mapping[str, Any]] = (
-            chat if isinstance(chat, list) else [{"role": "user", "content": sample.prompt}]
-        )
+        prompt = sample.messages or [{"role": "user", "content": sample.prompt}]
         answer = {"role": "assistant", "content": sample.completion}
         pair = Preference(
             id="", place="a sampled answer", prompt=tuple(prompt), chosen=answer, rejected=None,

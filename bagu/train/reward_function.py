@@ -15,11 +15,15 @@ __all__ = ["RewardFunction", "Sample", "Scored"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What a reward sees of one sampled answer. `facts` are the other columns of the prompt's row, e.g. `name`."""
+    """What a reward sees of one sampled answer. `facts` are the other columns of the prompt's row, e.g. `name`.
+
+    `prompt` is the last of `messages`, the chat that was answered; without messages it is the whole chat.
+    """
 
     prompt: str
     completion: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

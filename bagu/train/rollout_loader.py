@@ -285,8 +285,10 @@ def _answer(prompt: Prompt, completion: Completion, *, number: int, reward: floa
 def _scores(reward: RewardFunction | None, prompts: Sequence[Prompt], drawn: Sequence[Completion]) -> list[Scored]:
     if reward is None:
         return []
+    asked = [prompts[c.prompt] for c in drawn]
     samples = [
-        Sample(prompt=prompts[c.prompt].text, completion=c.text or "", facts=prompts[c.prompt].facts) for c in drawn
+        Sample(prompt=p.text, completion=c.text or "", facts=p.facts, messages=p.messages)
+        for p, c in zip(asked, drawn, strict=True)
     ]
     scored = reward(samples)
     wrong = [s.reward for s in scored if not math.isfinite(s.reward)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from bagu.data import DEFAULT_TEMPLATE, BpeTokenizer, ChatEncoder, PromptCorpus
 from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
 from bagu.data.prompts import Question, fitting
 from bagu.errors import BaguError
+from bagu.train.reward_function import Sample, Scored
+from bagu.train.rollout_loader import _scores
+from bagu.types import Completion
 
 SELECTION = Selection(dedup=None, validation=0.3, seed=0)
 
@@ -77,6 +81,26 @@ def test_another_column_may_hold_the_prompt(tmp_path: Path) -> None:
     rows = [{"question": f"{i}?", "prompt": "not this"} for i in range(3)]
     found = every(corpus(written(tmp_path, *rows), field="question")).values()
     assert {q.text for q in found} == {"0?", "1?", "2?"} and {q.facts["prompt"] for q in found} == {"not this"}
+
+
+def test_a_reward_gets_the_chat_of_a_prompt_in_any_column(tmp_path: Path, encoder: ChatEncoder) -> None:
+    """A reward model looked for it in the column `prompt`, and scored the last message alone, or another column."""
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
+    rows = [{"question": chat, "prompt": [{"role": "user", "content": "not this"}]}] * 4
+    (prompt, *_) = corpus(written(tmp_path, *rows), field="question").prompts("train", encoder)
+    seen: list[Sample] = []
+
+    class Watching:
+        name = "watching"
+
+        def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
+            seen.extend(samples)
+            return [Scored(reward=0.0) for _ in samples]
+
+        def close(self) -> None: ...
+
+    _scores(Watching(), [prompt], [Completion(prompt=0, choice=0, tokens=(1,), text="4", finish="stop")])
+    assert [dict(message) for message in seen[0].messages] == chat
 
 
 @pytest.mark.parametrize(

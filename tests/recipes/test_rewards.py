@@ -287,13 +287,13 @@ def test_a_reward_model_scores_the_last_token_of_each_answer(scorer: Path) -> No
     reward = load_reward(str(scorer), default=-1.0)
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
     asked = [Sample(prompt="2 + 2?", completion=c) for c in ("4", "", "four <|end|>", "a" * 100)]
-    asked.append(Sample(prompt="2 + 2?", completion="4", facts={"prompt": chat}))
+    asked.append(Sample(prompt="2 + 2?", completion="4", messages=chat))
     model, tokenizer = load_model(scorer), BpeTokenizer.load(scorer)
     assert model.score is not None
     with ops.invariant():
         found = reward(asked)
     for sample, scored in zip(asked, found, strict=True):
-        messages = [*sample.facts.get("prompt", [{"role": "user", "content": sample.prompt}])]
+        messages = sample.messages or [{"role": "user", "content": sample.prompt}]
         ids = ChatEncoder(tokenizer).encode([*messages, {"role": "assistant", "content": sample.completion}]).ids
         if len(ids) > MODEL.max_len:
             assert scored.reward == -1.0 and scored.fault is not None
