@@ -13,8 +13,10 @@ from bagu.data.preferences import PreferenceEncoder
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
+from bagu.machine.hub import find
 from bagu.recipes.find import find_model
 from bagu.recipes.models import load_model, tokenizer_folder
+from bagu.runs.files import RunFiles
 from bagu.train.reward_function import Sample, Scored
 
 __all__ = ["ModelReward"]
@@ -37,7 +39,7 @@ class ModelReward:
         if words is None:
             raise BaguError(f"the reward model at {folder} has no tokenizer", hint="put its tokenizer.json there")
         tokenizer = BpeTokenizer.load(words)
-        self._encoder = PreferenceEncoder(tokenizer, text=tokenizer.chat_template is None)
+        self._encoder = PreferenceEncoder(tokenizer, text=_reads_plain_text(folder, tokenizer))
         self._folder, self.default = folder, default
         self._capacity = max(TOKENS, self.model.config.max_len)
 
@@ -89,3 +91,12 @@ class ModelReward:
         if not math.isfinite(score):
             return Scored(reward=self.default, fault=f"was scored {score}")
         return Scored(reward=score)
+
+
+def _reads_plain_text(folder: str, tokenizer: BpeTokenizer) -> bool:
+    """Whether the model was trained on plain text (objective.text): a run says so, other models read chats if they have
+    a template."""
+    run = RunFiles(find(folder))
+    if run.environment_path.is_file():
+        return bool(run.config().get("objective", {}).get("text", False))
+    return tokenizer.chat_template is None

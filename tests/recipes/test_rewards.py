@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from bagu.nn.model import Transformer
 from bagu.nn.score import with_score_head
 from bagu.recipes import code_rewards
 from bagu.recipes.code_rewards import PythonReward
+from bagu.recipes.model_reward import ModelReward
 from bagu.recipes.models import load_model, save_model
 from bagu.recipes.rewards import load_reward
 from bagu.train.reward_function import RewardFunction, Sample
@@ -304,6 +307,18 @@ def test_a_reward_model_scores_the_last_token_of_each_answer(scorer: Path) -> No
             hidden = model(torch.tensor(ids), torch.arange(T), torch.tensor([0, T], dtype=torch.int32), T).hidden
             assert (scored.fault, scored.reward) == (None, float(model.score(hidden)[-1]))
     assert reward.name == scorer.name and reward([]) == []
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_reward_model_reads_answers_as_it_was_trained(scorer: Path, tmp_path: Path, text: bool) -> None:
+    """objective.text is a setting of its run: with it, prompt and answer are plain text and not turns of a chat."""
+    shutil.copytree(scorer, tmp_path / "model")
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"objective": {"kind": "reward", "text": text}}))
+    tokenizer = BpeTokenizer.load(scorer)
+    found = ModelReward(str(tmp_path))._tokens(Sample(prompt="2 + 2?", completion="4"))
+    plain = "2 + 2?4<|endoftext|>"
+    assert tokenizer.decode(found.ids) == (plain if text else "<|user|>2 + 2?<|end|><|assistant|>4<|end|>")
 
 
 def test_a_model_without_a_score_head_is_refused(tmp_path: Path) -> None:
