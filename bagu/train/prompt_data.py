@@ -10,6 +10,7 @@ from bagu.config import ConfigError
 from bagu.data.chat import ChatEncoder
 from bagu.data.corpus import PARTS, Selection, SourceConfig
 from bagu.data.loader import DataConfig
+from bagu.data.mix import MixConfig
 from bagu.data.prompts import Prompt, PromptCorpus, fitting
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
@@ -75,11 +76,16 @@ def _check(data: DataConfig, config: RolloutConfig) -> None:
             f"data.context is {data.context} and objective.max_tokens {config.max_tokens}: no room for a prompt",
             hint="raise data.context, or lower objective.max_tokens",
         )
-    for name, has in (("micro_batches", data.micro_batches > 1), ("mix.weights", bool(data.mix.weights))):
-        if has:
+    for name, given in (
+        ("micro_batches", data.micro_batches > 1),
+        ("mix", data.mix != MixConfig()),
+        ("packing", data.packing != "stream"),
+        ("max_segments_per_row", data.max_segments_per_row is not None),
+    ):
+        if given:
             raise ConfigError(
                 f"data.{name} is set, and has no effect on rollouts",
-                hint="leave it out: micro-batches are filled up to rows * context tokens, all prompts are used",
+                hint="leave it out: micro-batches have whole answers, up to rows * context tokens, to all prompts",
             )
 
 
