@@ -119,7 +119,7 @@ def train(
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
         evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
-        sample = _sampler(inputs.tokenizer, prompts, data) if run.train.sample_every else None
+        sample = _sampler(inputs, prompts, data) if run.train.sample_every else None
         if first:
             folder = RunFolder.claim(out, resume=resume)
             stack.callback(folder.close)
@@ -267,7 +267,7 @@ def _evaluate(loss: Loss[Any, Any], data: TrainingData[Any], limit: int, model: 
 
 
 def _sampler(
-    tokenizer: BpeTokenizer, prompts: Sequence[str], data: TrainingData[Any]
+    inputs: Inputs, prompts: Sequence[str], data: TrainingData[Any]
 ) -> Callable[[Transformer], list[str]] | None:
     """A function that continues the prompts, each text beginning with its prompt; or that shows answers of the last
     rollout. None if there are no prompts."""
@@ -276,10 +276,16 @@ def _sampler(
         return lambda model: loader.texts()
     if not prompts:
         return None
+    tokenizer, max_len = inputs.tokenizer, inputs.model.max_len
     ids = [tokenizer.encode(p) or [tokenizer.eos_id] for p in prompts]
+    room = max_len - max(map(len, ids))
+    if room < 1:
+        raise BaguError(
+            f"a prompt to continue has {max_len - room} tokens, and the model has positions for {max_len}",
+            hint="give a shorter --prompt",
+        )
 
     def sample(model: Transformer) -> list[str]:
-        room = model.config.max_len - max(map(len, ids))
         new = generate(model, ids, min(96, room), temperature=0.8, top_p=0.95, eos_id=tokenizer.eos_id)
         return [p + tokenizer.decode(n) for p, n in zip(prompts, new, strict=True)]
 

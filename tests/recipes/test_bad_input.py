@@ -76,6 +76,16 @@ def test_a_tokenizer_learns_from_a_number_of_megabytes(
     assert "--max-mb is nan" in capsys.readouterr().err
 
 
+def test_a_prompt_that_the_model_has_no_room_for(
+    made: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before the first step, not at the first sample."""
+    given = settings("train.sample_every=1")
+    assert bagu("train", texts, "--out", tmp_path / "run", *given, "--prompt", "text 4 " * 100) == 2
+    assert "a prompt to continue has" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def broken(data: Any) -> Iterator[tuple[str, Any]]:
     """The tree with one value at a time replaced by one of another type, and the key of it."""
     for key, value in data.items() if isinstance(data, dict) else ():
