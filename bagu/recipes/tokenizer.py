@@ -31,7 +31,7 @@ def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], o
         return BpeTokenizer.load(run.tokenizer.path)
     if start is not None:
         return BpeTokenizer.load(tokenizer_folder(start) or start)  # with `start`, the error names the missing file
-    if (out / TOKENIZER).is_dir():
+    if (out / TOKENIZER / "tokenizer.json").is_file():  # written last: without it the run was killed while it saved
         return BpeTokenizer.load(out / TOKENIZER)
     facts = {
         "corpora": {name: dict(corpus.facts) for name, corpus in corpora.items()},

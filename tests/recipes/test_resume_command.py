@@ -105,6 +105,12 @@ def test_another_selection_of_the_same_files_is_changed_data(
     assert f"{setting.split('=')[0].split('.')[-1]} of source 'texts' was" in capsys.readouterr().err
 
 
+def test_a_run_that_was_killed_while_it_saved_its_tokenizer_goes_on(again: Path) -> None:
+    """Training a tokenizer is deterministic, so the run has the same one."""
+    (again / "tokenizer" / "tokenizer.json").unlink()
+    assert bagu("train", "--resume", "--out", again, "--set", "train.steps=5") == 0
+
+
 def test_accepting_a_change_of_data_needs_a_run_to_resume(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bagu("train", made / "texts", "--out", made / "other", "--accept-data-change", *SETTINGS) == 2
     assert "without a run to resume" in capsys.readouterr().err
