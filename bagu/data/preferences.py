@@ -98,8 +98,9 @@ class PreferenceEncoder:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides the tokens of a preference, besides the tokenizer."""
-        return {"template": None if self.chat is None else self.chat.template.source}
+        """What decides the tokens of a preference, besides tokenizer.json."""
+        template = None if self.chat is None else self.chat.template.source
+        return {"template": template, "variables": self.tokenizer.variables}
 
     def documents(self, found: Preference) -> Iterator[TokenDocument]:
         """The chosen and the rejected answer, each with the prompt before it."""

@@ -123,6 +123,13 @@ def test_plain_text_ends_with_the_end_of_text(tokenizer: BpeTokenizer) -> None:
         list(encoder.documents(read(prompt=[SYSTEM, USER], chosen=[GOOD], rejected=[BAD])))
 
 
+def test_the_facts_of_tokens_have_the_variables_of_the_template(tokenizer: BpeTokenizer) -> None:
+    """A template may write eos_token, and plain text ends with it: another one gives other tokens."""
+    other = replace(tokenizer, eos_token="<|end|>")
+    for text in (False, True):
+        assert PreferenceEncoder(other, text=text).facts != PreferenceEncoder(tokenizer, text=text).facts
+
+
 def test_a_template_without_an_assistant_turn_is_refused(tokenizer: BpeTokenizer) -> None:
     silent = "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}<|end|>{% endfor %}"
     without = BpeTokenizer(spec=tokenizer.spec, eos_token=tokenizer.eos_token, chat_template=silent)

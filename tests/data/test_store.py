@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,15 @@ def test_a_store_is_built_once_per_facts(tmp_path: Path) -> None:
     other = BpeTokenizer.train(TEXTS, vocab_size=270)
     assert not np.array_equal(build(DOCUMENTS, other, tmp_path, source={"sha256": "x"}).flat, first.flat)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_another_end_of_text_token_is_another_store(tmp_path: Path) -> None:
+    """A base and a chat model may share tokenizer.json, and differ in eos_token of tokenizer_config.json."""
+    chat = replace(TOKENIZER, eos_token="<|end|>")
+    assert chat.fingerprint == TOKENIZER.fingerprint and chat.eos_id != TOKENIZER.eos_id
+    for tokenizer in (TOKENIZER, chat):
+        store = build(DOCUMENTS, tokenizer, tmp_path, source={"sha256": "x"})
+        assert store.tokens(0)[-1] == tokenizer.eos_id
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

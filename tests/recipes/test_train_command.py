@@ -12,6 +12,7 @@ import torch
 
 from bagu.cli import main
 from bagu.config import from_dict, to_dict
+from bagu.data import BpeTokenizer, ChatEncoder
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import PARTS, SourceConfig
 from bagu.errors import UnknownName
@@ -19,6 +20,7 @@ from bagu.recipes.catalogue import RECIPES, recipe, with_data
 from bagu.recipes.models import NATIVE, load_model
 from bagu.recipes.run import with_settings
 from bagu.runs.folder import RunFolder
+from bagu.train.objectives.sft import _store
 from tests.command import bagu
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -153,6 +155,24 @@ def test_tokens_of_chats_are_known_by_the_chats(tmp_path: Path) -> None:
     second = sft_corpus(tmp_path / "chats").facts
     assert (first["name"], first["files"]) == ("chat jsonl", 1)
     assert first["sha256"] != second["sha256"]
+
+
+ENDED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content ~ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_tokens_of_chats_are_known_by_the_tokens_that_the_template_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models with the same tokenizer.json and template may have another eos_token."""
+    monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))
+    chats_of(tmp_path / "chats", c=10)
+    base = BpeTokenizer.train(["say it"], vocab_size=270, chat_template=ENDED)
+    for tokenizer in (base, dataclasses.replace(base, eos_token="<|end|>")):
+        store = _store(sft_corpus(tmp_path / "chats"), "train", ChatEncoder(tokenizer))
+        assert store.tokens(0)[-1] == tokenizer.eos_id
 
 
 def test_continued_pretraining_and_lora_start_from_a_run(texts: Path, tmp_path: Path) -> None:

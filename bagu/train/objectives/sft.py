@@ -53,7 +53,9 @@ class SupervisedFineTuning(TokenObjective):
 
 def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> TokenStore:
     """The tokens of the chats of a part and which of them are targets, from the cache if they are there."""
-    template: dict[str, Any] = {"chats": corpus.config.max_bytes, "template": encoder.template.source}
+    template: dict[str, Any] = {
+        "chats": corpus.config.max_bytes, "template": encoder.template.source, "variables": encoder.template.variables,
+    }  # fmt: skip
     if corpus.config.renamed and part == "train":
         template["renamed"] = [corpus.config.renamed, RENAMING]
     return on_disk(
