@@ -89,13 +89,13 @@ def _watch(
     ranks: Sequence[subprocess.Popen[bytes]], hang_timeout_s: float, folder: Path, say: Callable[[str], None]
 ) -> list[int]:
     """Wait until all ranks have ended, or some have and the grace is over; return their exit statuses, negative for a
-    signal. Ranks that were only ended by this process count as 0."""
+    signal. Ranks that were only ended by this process count as 0. A rank that dies of a signal from the user (it was
+    still starting, or it is the second one) has the status of a shell, 128 + signal: it is not started again."""
     watchdog = _Watchdog(folder, len(ranks), hang_timeout_s)
     first: float | None = None
-    with _Signals(ranks):
+    with _Signals(ranks) as passed_on:
         while any(rank.poll() is None for rank in ranks):
-            ended = [rank for rank in ranks if rank.poll() not in (None, 0)]
-            if ended and first is None:
+            if first is None and any(rank.poll() not in (None, 0) for rank in ranks):
                 first = time.monotonic()
             if first is not None and time.monotonic() - first > GRACE_S:
                 break
@@ -106,7 +106,8 @@ def _watch(
             time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]
     _end(ranks)
-    return [0 if code is None else code for code in codes]
+    ended = [0 if code is None else code for code in codes]
+    return [128 - code if -code in passed_on else code for code in ended]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,19 +140,22 @@ class _Watchdog:
 
 
 class _Signals:
-    """Passes Ctrl-C and SIGTERM on to the ranks, which save and end."""
+    """Passes Ctrl-C and SIGTERM on to the ranks, which save and end. Inside, the set of the signals passed on."""
 
     def __init__(self, ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         self.ranks = ranks
+        self._passed_on: set[int] = set()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> set[int]:
         self._before = {s: signal.signal(s, self._pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self._passed_on
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _pass_on(self, number: int, _: object) -> None:
+        self._passed_on.add(number)
         for rank in self.ranks:
             if rank.poll() is None:
                 rank.send_signal(number)

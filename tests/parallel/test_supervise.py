@@ -71,6 +71,22 @@ def test_a_killed_rank_starts_all_again(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in started(tmp_path).values())
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_that_the_user_ends_are_not_started_again(tmp_path: Path, number: int, status: int) -> None:
+    """Ranks without a handler, as while they import torch, die of the signal that is passed on to them."""
+    body = f"""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    (out / f"ready-{{rank}}").write_text("0")
+    if attempt == 0:
+        if rank == 0:
+            while not (out / "ready-1").exists(): time.sleep(0.01)
+            os.kill(os.getppid(), {int(number)})
+        time.sleep(1000)
+    """
+    assert supervise(job(tmp_path, body), lambda line: None) == status
+    assert {"0-0", "0-1"} <= started(tmp_path).keys() and "1-0" not in started(tmp_path)
+
+
 def test_restarts_are_limited(tmp_path: Path) -> None:
     said: list[str] = []
     body = "os.kill(os.getpid(), signal.SIGKILL)"
