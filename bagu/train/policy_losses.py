@@ -19,11 +19,13 @@ import torch
 
 __all__ = [
     "Estimator", "Normalization", "adapted_coefficient", "clipped", "clipped_policy_loss", "clipped_value_loss",
-    "generalized_advantages", "group_advantages", "importance_weights", "kl_estimate", "token_weights", "whitened",
+    "generalized_advantages", "group_advantages", "importance_weights", "kl_estimate", "rewards_differ",
+    "token_weights", "whitened",
 ]  # fmt: skip
 
 Estimator = Literal["k1", "k2", "k3"]
 Normalization = Literal["token", "sequence", "fixed"]
+ROUNDING = 1e-5  # relative: a hundred roundings of fp32
 ERROR_CLIP, RATE = 0.2, 0.1  # of the adaptive coefficient, from https://arxiv.org/abs/1909.08593, section 2.2
 
 
@@ -96,15 +98,22 @@ def token_weights(lengths: Sequence[int], how: Normalization, *, max_tokens: int
     return [1 / (n * max_tokens)] * n
 
 
+def rewards_differ(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by more than rounding. A reward model scores equal answers with last bits that depend on
+    their place in its batch, and dividing by the deviation would make advantages of size 1 of them."""
+    return max(rewards) - min(rewards) > ROUNDING * max(map(abs, rewards))
+
+
 def group_advantages(rewards: Sequence[float], *, scale: bool) -> np.ndarray:
     """The rewards of one group minus their mean, with `scale` divided by their standard deviation (of n - 1).
 
     Dr. GRPO does not scale: dividing gives groups of nearly equal rewards a large weight. Equal rewards give zeros.
     """
     r = np.asarray(rewards, np.float64)
+    if not rewards_differ(rewards):
+        return np.zeros_like(r)
     centred = r - r.mean()
-    deviation = r.std(ddof=1) if scale and len(r) > 1 else 1.0
-    return centred / deviation if deviation > 0 and np.ptp(r) > 0 else np.zeros_like(r)
+    return centred / r.std(ddof=1) if scale else centred
 
 
 def generalized_advantages(rewards: np.ndarray, values: np.ndarray, *, discount: float, decay: float) -> np.ndarray:

@@ -19,6 +19,7 @@ from bagu.train.policy_losses import (
     group_advantages,
     importance_weights,
     kl_estimate,
+    rewards_differ,
     token_weights,
     whitened,
 )
@@ -148,6 +149,9 @@ def test_group_advantages() -> None:
     for scale in (True, False):
         assert not group_advantages([0.1] * 7, scale=scale).any()
         assert not group_advantages([2.0], scale=scale).any()
+        assert not group_advantages([0.1 + 0.2, 0.3, 0.3], scale=scale).any()
+        assert not group_advantages([5.000001, 5.0], scale=scale).any()  # two roundings of fp32
+    assert not rewards_differ([0.0, 0.0]) and rewards_differ([0.0, 1e-9]) and rewards_differ([1.0, 1.001])
 
 
 def test_whitening() -> None:

@@ -19,7 +19,7 @@ from bagu.nn.model import Transformer
 from bagu.train.loss import MicroBatchLoss
 from bagu.train.objective import NO_MODELS
 from bagu.train.policy_loss import PolicyLoss, PolicyTotals
-from bagu.train.policy_losses import group_advantages
+from bagu.train.policy_losses import group_advantages, rewards_differ
 from bagu.train.policy_objective import PolicyObjective
 from bagu.train.rollout import Answer, RolloutBatch
 
@@ -63,7 +63,7 @@ class GroupRelativeLoss(PolicyLoss):
     config: GroupRelative
 
     def useful(self, rewards: Sequence[float]) -> bool:
-        return min(rewards) < max(rewards)
+        return rewards_differ(rewards)
 
     def advantages(self, answers: Sequence[Answer]) -> list[Answer]:
         groups: dict[int, list[int]] = defaultdict(list)
