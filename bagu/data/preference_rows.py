@@ -26,6 +26,7 @@ __all__ = ["Message", "Preference", "preference"]
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
 SPEAKERS = re.compile(r"\n\n(Human|Assistant): ?")
+ANSWER_BEGINS = re.compile(r"\n\nAssistant:\s*\Z")
 FORMS = '"prompt", "chosen" and "rejected"; chats in "chosen" and "rejected"; or "prompt", "completion" and "label"'
 
 
@@ -95,7 +96,7 @@ def _prompt(row: Row) -> Messages | None:
     if not isinstance(value, str):
         messages = _chat(row, name, value)
     elif value.startswith("\n\nHuman:"):
-        messages = _spoken(value.removesuffix("\n\nAssistant:"))
+        messages = _spoken(ANSWER_BEGINS.sub("", value))
     else:
         messages = ({"role": "user", "content": row.string(value, f"field {name!r}")},)
     if row.fields.get("system"):

@@ -44,6 +44,8 @@ def read(**fields: Any) -> Preference:
         ({"prompt": "2 + 2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,)),
         ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, (SYSTEM, USER)),
         ({"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2?\n\nAssistant: 5"}, (USER,)),
+        ({"prompt": "\n\nHuman: 2 + 2?\n\nAssistant:", "chosen": "4", "rejected": "5"}, (USER,)),
+        ({"prompt": "\n\nHuman: 2 + 2?\n\nAssistant: ", "chosen": "4", "rejected": "5"}, (USER,)),
         (
             {
                 "conversations": [{"from": "human", "value": "2 + 2?"}],
