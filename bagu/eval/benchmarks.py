@@ -8,7 +8,7 @@ generated answer. The data are not part of bagu.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,29 @@ def _items(path: Path, make: Callable[[Fields], dict[str, Any]]) -> Iterator[Ite
         yield Item(**({"id": row.id} | made), place=row.place)
 
 
+def _text(row: Fields, name: str) -> str:
+    """A field of text. A null in it would be asked as "None"."""
+    if not isinstance(row[name], str):
+        raise ValueError(f"field {name!r} is a {type(row[name]).__name__}, not text")
+    return row[name]
+
+
+def _cluster(row: Fields, name: str) -> str | None:
+    """What the item shares with others, if the file says so."""
+    return None if row.get(name) is None else str(row[name])
+
+
+def _options(values: Iterable[Any]) -> list[str]:
+    """The choices of a question; some files have numbers."""
+    if isinstance(values, str):  # its characters would be the choices
+        raise ValueError("the choices are a text, not a list")
+    found = list(values)
+    for value in found:
+        if not isinstance(value, str | int | float):
+            raise ValueError(f"a choice is a {type(value).__name__}, not text")
+    return list(map(str, found))
+
+
 def _index_of(answer: str, letters: str) -> int:
     """The index of the right letter. `letters.index` would find the empty answer of a test split at 0."""
     if answer not in tuple(letters):
@@ -73,12 +96,12 @@ def mmlu(path: Path) -> Task:
     """question, choices[4], answer (0 to 3 or A to D), subject."""
 
     def make(row: Fields) -> dict[str, Any]:
-        choices, answer = list(row["choices"]), row["answer"]
+        choices, answer = _options(row["choices"]), row["answer"]
         letters = LETTERS[: len(choices)]
         named = isinstance(answer, str) and not answer.isdecimal()
         number = _index_of(answer, letters) if named else int(answer)
-        return {"prompt": _lettered(row["question"], choices), "choices": tuple(letters), "answer": number,
-                "cluster": row.get("subject")}  # fmt: skip
+        return {"prompt": _lettered(_text(row, "question"), choices), "choices": tuple(letters), "answer": number,
+                "cluster": _cluster(row, "subject")}  # fmt: skip
 
     return _letter_task("mmlu", path, make)
 
@@ -87,8 +110,9 @@ def ceval(path: Path) -> Task:
     """question, A, B, C, D, answer (a letter)."""
 
     def make(row: Fields) -> dict[str, Any]:
-        prompt = _lettered(row["question"], [row[c] for c in "ABCD"]).removesuffix("Answer:") + "答案："
-        return {"prompt": prompt, "choices": tuple("ABCD"), "answer": _index_of(row["answer"], "ABCD")}
+        lines = _lettered(_text(row, "question"), _options(row[c] for c in "ABCD"))
+        prompt, answer = lines.removesuffix("Answer:") + "答案：", _index_of(_text(row, "answer"), "ABCD")
+        return {"prompt": prompt, "choices": tuple("ABCD"), "answer": answer}
 
     return _letter_task("ceval", path, make)
 
@@ -97,8 +121,8 @@ def arc(path: Path) -> Task:
     """question, choices {text, label}, answerKey."""
 
     def make(row: Fields) -> dict[str, Any]:
-        texts, labels = list(row["choices"]["text"]), list(row["choices"]["label"])
-        return {"prompt": f"Question: {row['question']}\nAnswer:", "choices": tuple(texts),
+        texts, labels = _options(row["choices"]["text"]), list(row["choices"]["label"])
+        return {"prompt": f"Question: {_text(row, 'question')}\nAnswer:", "choices": tuple(texts),
                 "answer": labels.index(row["answerKey"])}  # fmt: skip
 
     return _text_task("arc", path, make)
@@ -111,8 +135,9 @@ def hellaswag(path: Path) -> Task:
         return re.sub(r"\s+", " ", re.sub(r"\[.*?\]", "", text)).strip()
 
     def make(row: Fields) -> dict[str, Any]:
-        return {"prompt": clean(f"{row['activity_label']}: {row['ctx']}"), "answer": int(row["label"]),
-                "choices": tuple(clean(e) for e in row["endings"]), "cluster": row.get("source_id")}  # fmt: skip
+        prompt = clean(f"{_text(row, 'activity_label')}: {_text(row, 'ctx')}")
+        endings, cluster = map(clean, _options(row["endings"])), _cluster(row, "source_id")
+        return {"prompt": prompt, "choices": tuple(endings), "answer": int(row["label"]), "cluster": cluster}
 
     return _text_task("hellaswag", path, make)
 
@@ -121,7 +146,10 @@ def gsm8k(path: Path) -> Task:
     """question, answer that ends in "#### 42"."""
 
     def make(row: Fields) -> dict[str, Any]:
-        return {"prompt": f"Question: {row['question']}\nAnswer:", "answer": row["answer"]}
+        answer = _text(row, "answer")
+        if re.search(NUMBER, answer) is None:
+            raise ValueError(f"the answer {answer[-40:]!r} has no number")
+        return {"prompt": f"Question: {_text(row, 'question')}\nAnswer:", "answer": answer}
 
     return Task(
         name="gsm8k", kind="generation", items=lambda: _items(path, make), limits=f"The last number counts. {SEEN}",
@@ -135,9 +163,9 @@ def humaneval(path: Path) -> Task:
 
     def make(row: Fields) -> dict[str, Any]:
         return {
-            "id": row["task_id"],
-            "prompt": row["prompt"],
-            "facts": {"test": row["test"], "name": row["entry_point"]},
+            "id": str(row["task_id"]),
+            "prompt": _text(row, "prompt"),
+            "facts": {"test": _text(row, "test"), "name": _text(row, "entry_point")},
         }
 
     def program(item: Item, text: str) -> str:

@@ -143,6 +143,23 @@ def test_a_public_benchmark_is_read_from_its_usual_files(name: str, kind: str, t
         checked_items(benchmark(name, tmp_path))
 
 
+@pytest.mark.parametrize("name", BENCHMARK_ROWS)
+@pytest.mark.parametrize("value", [None, [1], {"a": 1}])
+def test_a_field_that_is_no_text_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    """A null would be asked as "None", and an answer without a number can never be right."""
+    for field in BENCHMARK_ROWS[name].keys() - {"subject", "task_id", "source_id"}:
+        (tmp_path / "data.jsonl").write_text(json.dumps(BENCHMARK_ROWS[name] | {field: value}) + "\n")
+        with pytest.raises(TaskError, match=r"data.jsonl:1: "):
+            checked_items(benchmark(name, tmp_path))
+
+
+@pytest.mark.parametrize(("name", "field"), [("mmlu", "choices"), ("hellaswag", "endings")])
+def test_choices_in_one_text_are_refused(name: str, field: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps(BENCHMARK_ROWS[name] | {field: "['3', '4']"}) + "\n")
+    with pytest.raises(TaskError, match=r"data.jsonl:1: the choices are a text, not a list"):
+        checked_items(benchmark(name, tmp_path))
+
+
 @pytest.mark.parametrize("name", ["mmlu", "ceval"])
 @pytest.mark.parametrize("answer", ["", "BC", "E", "b"])  # C-Eval's test split has empty answers
 def test_an_answer_that_is_no_letter_of_a_choice_is_refused(name: str, answer: str, tmp_path: Path) -> None:
