@@ -58,6 +58,13 @@ def _value(values: Iterable[Any]) -> Any:
     return found[0] if len(found) == 1 else "".join(map(str, found))
 
 
+def _not_null(value: Any) -> Any:
+    """Jinja would write a null of the data as "None"."""
+    if value is None:
+        raise jinja2.UndefinedError("a value of the template is null")
+    return value
+
+
 class _Native(jinja2.sandbox.SandboxedEnvironment, jinja2.nativetypes.NativeEnvironment):
     """Templates that may give a list or a number. Text stays text; Jinja's own `concat` would read "2" as a number, and
     the answer "2" would be the index 2 instead of the choice "2"."""
@@ -70,7 +77,9 @@ class _NativeTemplate(jinja2.nativetypes.NativeTemplate):
 
 
 _Native.template_class = _NativeTemplate
-_TEXT = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+_TEXT = jinja2.sandbox.SandboxedEnvironment(
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_not_null
+)
 _VALUE = _Native(undefined=jinja2.StrictUndefined)
 
 
@@ -215,6 +224,8 @@ def _choices(wanted: str | list[str], render: Callable[..., Any], place: str) ->
     found = render(wanted, native=True)
     if not isinstance(found, list | tuple):
         raise TaskError(f"{place}: the choices are a {type(found).__name__}, expected a list")
+    if None in found:
+        raise TaskError(f"{place}: a choice is null")
     return tuple(str(choice) for choice in found)
 
 

@@ -78,6 +78,8 @@ def test_an_answer_in_text_is_the_choice_with_this_text(label: object, right: st
         (CHOICE, [ROWS[0] | {"label": "Lyon"}], "capitals.jsonl:1: the answer 'Lyon' is none of the 2 choices"),
         (CHOICE, [ROWS[0] | {"label": "²"}], "capitals.jsonl:1: the answer '²' is none of the 2 choices"),
         (CHOICE.replace("{{ label }}", "{{ label - 1 }}"), [ROWS[1]], "capitals.jsonl:1: the template .* fails: unsup"),
+        (CHOICE, [ROWS[0] | {"country": None}], "capitals.jsonl:1: a value of the template is null"),
+        (CHOICE, [ROWS[0] | {"cities": ["Paris", None]}], "capitals.jsonl:1: a choice is null"),
         (CHOICE, [], "has no items"),
         (CHOICE.replace("capitals.jsonl", "none.jsonl"), None, "there is no data at"),
         ("name = [", None, "task.toml: not TOML"),
