@@ -12,6 +12,7 @@ from bagu.data.corpus import PARTS, Selection, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.data.mix import MixConfig
 from bagu.data.prompts import Prompt, PromptCorpus, fitting
+from bagu.data.split import place
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.train.objective import Objective, SourceSize, TrainingData
@@ -53,7 +54,7 @@ def prompt_data(
     )
     loader = PromptLoader(
         sources={name: prompts for name, (prompts, _) in train.items()},
-        held_out_prompts=[prompt for prompts, _ in held.values() for prompt in prompts],
+        held_out_prompts=_in_fair_order({name: prompts for name, (prompts, _) in held.items()}, data.seed),
         config=config,
         shape=PackShape(
             tokens=data.rows * data.context, segments=config.prompts * config.samples, context=data.context
@@ -68,6 +69,13 @@ def prompt_data(
     }  # fmt: skip
     sizes = {name: _size(train[name][0], held[name][0]) for name in corpora}
     return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
+
+
+def _in_fair_order(sources: Mapping[str, Sequence[Prompt]], seed: int) -> list[Prompt]:
+    """The prompts of all sources by a hash, so that the first ones, which an evaluation uses, are a fair sample."""
+    listed = [(name, prompt) for name, prompts in sources.items() for prompt in prompts]
+    listed.sort(key=lambda pair: place(f"{pair[0]}:{pair[1].id}", seed=seed, purpose="order"))
+    return [prompt for _, prompt in listed]
 
 
 def _check(data: DataConfig, config: RolloutConfig) -> None:

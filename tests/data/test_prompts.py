@@ -11,10 +11,13 @@ import pytest
 
 from bagu.data import DEFAULT_TEMPLATE, BpeTokenizer, ChatEncoder, PromptCorpus
 from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
+from bagu.data.loader import DataConfig
 from bagu.data.prompts import Question, fitting
 from bagu.errors import BaguError
+from bagu.train.objectives.grpo import GroupRelative
+from bagu.train.prompt_data import prompt_data
 from bagu.train.reward_function import Sample, Scored
-from bagu.train.rollout_loader import _scores
+from bagu.train.rollout_loader import PromptLoader, _scores
 from bagu.types import Completion
 
 SELECTION = Selection(dedup=None, validation=0.3, seed=0)
@@ -194,3 +197,17 @@ def test_files_and_names_are_held_out(library: PromptCorpus) -> None:
     names = [{q.facts["name"] for q in part} for part in (train, held)]
     assert train and held and not files[0] & files[1]
     assert "close" in names[1] and not names[0] & names[1]
+
+
+def test_the_first_held_out_prompts_are_of_every_source(tmp_path: Path, encoder: ChatEncoder) -> None:
+    """An evaluation uses the first ones. In the order of the files, a second source would never be evaluated."""
+    corpora = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        path = written(tmp_path / name, *({"prompt": f"{name} {i}?"} for i in range(60)))
+        corpora[name] = PromptCorpus.of(name, SourceConfig(path=str(path)), SELECTION)
+    config = GroupRelative(prompts=4, max_tokens=8, reward="x").rollout_config(0)
+    data = prompt_data(corpora, encoder.tokenizer, DataConfig(context=64, rows=4), config)
+    assert isinstance(data.loader, PromptLoader)
+    first = [prompt.text.split()[0] for prompt in data.loader.held_out_prompts[:8]]
+    assert {"one", "two"} == set(first)
