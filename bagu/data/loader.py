@@ -212,11 +212,13 @@ def _num_targets(store: TokenStore, documents: np.ndarray, starts: np.ndarray, e
 
 
 def evaluation_batches(store: TokenStore, config: DataConfig, *, limit: int | None = None) -> Iterator[Batch]:
-    """One pass over a store in its own order, every target once. Batches are as in training; the last one is padded.
+    """One pass over a store, every target once, the same each time. Batches are as in training; the last one is padded.
 
-    At most `limit` batches. `config` gives the shape and the packing; nothing is shuffled.
+    At most `limit` batches. `config` gives the shape and the packing. Documents are in the order of the store; whole
+    ones, which `Bins` packs longest first, in a shuffled order of rows, so that the first batches are a fair sample.
     """
-    rows = layout(store, config, in_order, "evaluation", epochs=1)
+    order = shuffled(config.seed, "evaluation") if config.packing == "whole" else in_order
+    rows = layout(store, config, order, "evaluation", epochs=1)
     total = int(np.ceil(rows.rows_per_epoch))
     made = 0
     for start in range(0, total, config.rows):

@@ -161,6 +161,18 @@ def test_a_loss_mask_decides_which_targets_count() -> None:
     assert batch.targets.tolist() == [IGNORE, IGNORE, 3, 4, IGNORE, IGNORE, 7, IGNORE]
 
 
+def test_the_first_batches_of_whole_documents_are_a_fair_sample() -> None:
+    """Rows are packed longest first: a limited evaluation of chats was one of the longest chats."""
+    lengths = np.random.default_rng(0).integers(4, 64, size=400)
+    documents = [TokenDocument(id=str(i), tokens=np.ones(n, np.int64)) for i, n in enumerate(lengths)]
+    store = in_memory(documents, token_bytes=np.ones(2, np.int32))
+    config = DataConfig(context=64, rows=4, packing="whole")
+    first = [batch.cu_seqlens.diff() for batch in evaluation_batches(store, config, limit=8)]
+    found = torch.cat(first)
+    seen = found[found > 3]  # shorter ones are padding
+    assert abs(seen.float().mean() - lengths.mean()) < 4 * lengths.std() / len(seen) ** 0.5
+
+
 def test_chats_longer_than_the_row_never_leave_a_step_without_a_target() -> None:
     """nanochat: chats longer than the row block the packer, rows become padding and the loss 0/0 (its pull 834). Here
     40 % of chats are longer and their first rows hold only user text."""
