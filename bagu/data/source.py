@@ -169,6 +169,8 @@ def is_json(file: Path) -> bool:
 
 def kind_of(file: Path) -> Kind | None:
     """The kind of source that reads files with this name."""
+    if file.name.removesuffix(".gz").endswith(".ndjson"):  # another name of JSON lines
+        return JsonlSource
     kinds: tuple[Kind, ...] = (ParquetSource, JsonlSource, TextSource)
     return next((kind for kind in kinds if file.match(Path(kind.glob).name)), None)
 

@@ -41,7 +41,7 @@ def test_the_corpus_hash_covers_names_and_content_not_the_location(tmp_path: Pat
     assert len({first, sha("three", a="y", b="x"), sha("four", a="x", c="y"), sha("five", a="xy", b="")}) == 4
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.ndjson"])
 def test_json_lines(tmp_path: Path, name: str) -> None:
     lines = b'{"text": "a\\u00e9 \\ud83d\\ude00", "n": 1}\n\n{"text": ""}\n{"text": "last"}'
     path = write(tmp_path / name, gzip.compress(lines) if name.endswith("gz") else lines)
