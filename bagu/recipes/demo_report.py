@@ -24,7 +24,7 @@ from bagu.runs.display import Table
 from bagu.runs.progress import duration
 from bagu.train.report import Card, Comparison, ReportData, read_run, write_report
 
-__all__ = ["Finished", "against_gzip", "print_summary", "report"]
+__all__ = ["Finished", "against_gzip", "print_summary", "report", "terminal_table"]
 
 COMPARED = ("before fine-tuning", "after all stages")
 
@@ -169,7 +169,7 @@ def _later_data(stages: Sequence[Done]) -> Table:
 def print_summary(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
     """Print the scores of all stages, the result in one line, and the next commands to try."""
     bits, stock = done.bits, done.stock
-    console.print(_terminal_table(eval_table(done.evaluations)))
+    console.print(terminal_table(eval_table(done.evaluations)))
     verdict = "beats" if bits < stock.gzip_bits_per_byte else "does not beat"
     console.print(
         f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {stock.gzip_bits_per_byte:.3f} bits/byte "
@@ -190,8 +190,11 @@ def print_summary(console: Console, page: Path, out: Path, done: Finished, secon
     )  # fmt: skip
 
 
-def _terminal_table(table: Table) -> rich.table.Table:
-    drawn = rich.table.Table(title=table.title, title_justify="left", box=rich.box.SIMPLE)  # fits in 80 columns
+def terminal_table(table: Table) -> rich.table.Table:
+    """A table of the report, for the terminal. The first two columns are text."""
+    drawn = rich.table.Table(  # without padding and edges it fits in 80 columns
+        title=table.title, title_justify="left", box=rich.box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False
+    )
     for number, column in enumerate(table.columns):
         drawn.add_column(column, justify="left" if number < 2 else "right", no_wrap=True)
     for row in table.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,10 +11,13 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bagu.cli import main
+from bagu.recipes.demo_report import terminal_table
 from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
+from bagu.runs.display import Table
 from bagu.runs.folder import RunFolder
 from bagu.runs.record import read_rows
 from tests.fresh_cache import fresh_cache
@@ -123,3 +127,12 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert end.value.code == 2 and "is not empty" in said and "--out" in said
     assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+def test_the_table_of_scores_fits_in_80_columns() -> None:
+    columns = ("task (items)", "after", "score", "change", "p", "different")
+    longest = ("continue4 (128)", "pretrain", "100 % (100 to 100)", "+100 (+99 to +100)", "0.0002", "100 %")
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(terminal_table(Table(title="Tasks", columns=columns, rows=[longest])))
+    text = console.export_text()
+    assert all(word in text for word in (*columns, *longest)) and "…" not in text
