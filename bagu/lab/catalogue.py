@@ -1,28 +1,45 @@
-"""The list of labs: every module of `bagu.lab.labs`, which defines `LAB`."""
+"""The labs: every module in the folder of a theme, which defines `LAB`."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError, UnknownName
-from bagu.lab import labs
 from bagu.lab.core import Lab
+
+HERE = Path(__file__).parent
+THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu")
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """The file of every lab by its name: sorted by theme, then by name. Imports none of them."""
+    found: dict[str, Path] = {}
+    for theme in THEMES:
+        files = [*(HERE / theme).glob("*.py"), *(HERE / theme).glob("*/__init__.py")]
+        labs = {file.parent.name if file.parent.name != theme else file.stem: file for file in files}
+        found |= {name: labs[name] for name in sorted(labs) if name != "__init__"}
+    return found
 
 
 def names() -> list[str]:
     """The names of all labs, sorted. Imports none of them."""
-    return sorted(module.name for module in pkgutil.iter_modules(labs.__path__))
+    return sorted(sources())
+
+
+def theme_of(name: str) -> str:
+    return sources()[name].relative_to(HERE).parts[0]
 
 
 def load(name: str) -> Lab:
     """The lab `name`. An unknown name raises UnknownName with the closest one."""
-    if name not in names():
+    if name not in sources():
         raise UnknownName.among("lab", name, names())
-    module = importlib.import_module(f"{labs.__name__}.{name}")
+    module = importlib.import_module(f"bagu.lab.{theme_of(name)}.{name}")
     lab = getattr(module, "LAB", None)
     if not isinstance(lab, Lab):
         raise BaguError(f"{module.__name__} has no LAB", hint="define LAB = Lab(...) in the module")
@@ -36,8 +53,7 @@ def words(name: str) -> dict[str, Any]:
 
     They are read from the source: listing labs must not import the code they measure, which takes seconds.
     """
-    folder = Path(labs.__path__[0])
-    file = folder / name / "__init__.py" if (folder / name).is_dir() else folder / f"{name}.py"
+    file = sources()[name]
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="LAB")], value=ast.Call(keywords=keywords)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import ab_noise as lab
+from bagu.lab.eval import ab_noise as lab
 
 
 def test_half_the_difference_needs_four_times_the_requests() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from bagu.data import BpeTokenizer
 from bagu.lab.core import Row
-from bagu.lab.labs import constrained_decoding as lab
+from bagu.lab.serve import constrained_decoding as lab
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.compiler import GrammarCompiler

@@ -7,7 +7,7 @@ import random
 from bagu.eval.contamination import check_contamination
 from bagu.eval.task import Item, Task
 from bagu.lab.core import Row
-from bagu.lab.labs import contamination
+from bagu.lab.eval import contamination
 
 
 def test_groups_share_no_file() -> None:

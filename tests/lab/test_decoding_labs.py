@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.decoding import decode_step_s
-from bagu.lab.labs import decode_bandwidth, kv_kinds
+from bagu.lab.model import kv_kinds
+from bagu.lab.parts.decoding import decode_step_s
+from bagu.lab.serve import decode_bandwidth
 from bagu.nn import Transformer, init_weights
 
 

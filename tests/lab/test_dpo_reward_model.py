@@ -10,8 +10,8 @@ import torch
 
 from bagu.data import DataConfig
 from bagu.lab.core import Row
-from bagu.lab.labs import dpo_reward_model as lab
-from bagu.lab.library_models import Library, new_model, read_library
+from bagu.lab.parts.library_models import Library, new_model, read_library
+from bagu.lab.post_train import dpo_reward_model as lab
 
 CONFIG = DataConfig(context=lab.CONTEXT, rows=lab.ROWS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bagu.lab.core import Row, number
-from bagu.lab.labs import flop_rules
+from bagu.lab.model import flop_rules
 
 
 def test_the_rule_fits_the_shape_it_assumes() -> None:

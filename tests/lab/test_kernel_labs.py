@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from bagu.bench.ranks import ranks
-from bagu.lab.confidence import of_ratio
 from bagu.lab.core import Row
-from bagu.lab.labs import autotuning, fusion, implicit_gemm, int8_matmul, occupancy
-from bagu.lab.ranks import rank_correlation
-from bagu.lab.rounding_noise import mean_square_peak
+from bagu.lab.gpu import autotuning, fusion, implicit_gemm, occupancy
+from bagu.lab.numerics import int8_matmul
+from bagu.lab.parts.confidence import of_ratio
+from bagu.lab.parts.ranks import rank_correlation
+from bagu.lab.parts.rounding_noise import mean_square_peak
 
 
 def test_ranks_of_equal_values_are_shared() -> None:
@@ -235,7 +236,7 @@ def test_a_setting_changes_the_compiled_kernel() -> None:
     code = """
         import json
         from bagu.bench.kernel_view import inspect_launch
-        from bagu.lab.labs import occupancy as lab
+        from bagu.lab.gpu import occupancy as lab
 
         variant = next(v for v in lab.variants(quick=False) if v.args.get("STAGES") == 2 and v.warps == 4)
         launch = variant.changed(lab._offline("conv2d", lab.IMAGES, lab.POINTERS))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import kl_estimators as lab
+from bagu.lab.post_train import kl_estimators as lab
 
 
 def test_moments_are_those_of_the_formulas() -> None:

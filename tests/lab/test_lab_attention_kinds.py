@@ -10,7 +10,7 @@ import pytest
 
 from bagu.errors import BaguError
 from bagu.lab.core import Row
-from bagu.lab.labs import attention_kinds as lab
+from bagu.lab.model import attention_kinds as lab
 from bagu.nn import count
 
 CACHE = {"MHA": 512, "GQA": 128, "MQA": 64, "MLA": 144, "fewer heads": 128, "itself only": 0}

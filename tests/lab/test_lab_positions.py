@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import positions
-from bagu.lab.labs.positions import lengths, shift
+from bagu.lab.model import positions
+from bagu.lab.model.positions import lengths, shift
 from bagu.nn import Transformer, init_weights
 from bagu.nn.config import Alibi, Learned, Rope
 

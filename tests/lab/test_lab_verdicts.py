@@ -7,7 +7,9 @@ import torch
 
 from bagu.errors import BaguError
 from bagu.lab.core import Row, Verdict
-from bagu.lab.labs import batchnorm_layernorm, fusion, launch_overhead, numpy_lists, safe_softmax
+from bagu.lab.gpu import fusion, launch_overhead
+from bagu.lab.model import batchnorm_layernorm
+from bagu.lab.numerics import numpy_lists, safe_softmax
 
 
 def sum_times(n: int, *, loop: float, type_: float, layout: float) -> list[Row]:

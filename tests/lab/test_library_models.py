@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from bagu.data import DataConfig, Document, Loader
-from bagu.lab.library_models import epoch_steps, new_model, read_library, train
+from bagu.lab.parts.library_models import epoch_steps, new_model, read_library, train
 
 
 def test_checkpoints_are_copies_at_their_steps() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from bagu.data import Document
 from bagu.lab.core import Row
-from bagu.lab.labs import mixing_forgetting as lab
+from bagu.lab.train import mixing_forgetting as lab
 
 MODULE = '''
 def documented(x):

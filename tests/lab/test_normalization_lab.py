@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bagu.lab.core import Row
-from bagu.lab.labs import normalization
+from bagu.lab.eval import normalization
 
 
 def test_kendall_counts_pairs() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import optimizers
-from bagu.lab.labs.optimizers import descent, problems
+from bagu.lab.train import optimizers
+from bagu.lab.train.optimizers import descent, problems
 
 HESSIAN, ADAM = 138e12, 47e6
 

@@ -8,7 +8,7 @@ import torch
 
 from bagu.data import Document, TokenDocument, TokenStore, in_memory
 from bagu.lab.core import Row
-from bagu.lab.labs import packing
+from bagu.lab.train import packing
 from bagu.train.evaluate import nll_sum
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import gradient_accumulation, invariance_cost, recomputation, ring_all_reduce, zero_stages
-from bagu.lab.live_memory import LiveMemory
+from bagu.lab.numerics import invariance_cost
+from bagu.lab.parallel import ring_all_reduce, zero_stages
+from bagu.lab.parts.live_memory import LiveMemory
+from bagu.lab.train import gradient_accumulation, recomputation
 
 
 def ring_rows(ring: list[float], tree: list[float]) -> list[Row]:

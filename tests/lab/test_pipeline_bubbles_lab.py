@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bagu.lab.core import Row
-from bagu.lab.labs.pipeline_bubbles import LAB, expected
+from bagu.lab.parallel.pipeline_bubbles import LAB, expected
 
 
 def rows(gpipe: float, plain: float, zero: float) -> list[Row]:

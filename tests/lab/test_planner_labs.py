@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from bagu.lab.core import Row, number
-from bagu.lab.labs import layout_scaling, memory_by_formula, what_limits
+from bagu.lab.parallel import layout_scaling, what_limits
+from bagu.lab.train import memory_by_formula
 from bagu.nn.presets import preset
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bagu.lab.core import Row
-from bagu.lab.labs import ppo_grpo as lab
+from bagu.lab.post_train import ppo_grpo as lab
 
 
 def check_rows(rows: Sequence[Row]) -> None:

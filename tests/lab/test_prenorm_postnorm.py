@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import prenorm_postnorm as lab
-from bagu.lab.labs.prenorm_postnorm import measure
-from bagu.lab.labs.prenorm_postnorm.measure import Variant
+from bagu.lab.model import prenorm_postnorm as lab
+from bagu.lab.model.prenorm_postnorm import measure
+from bagu.lab.model.prenorm_postnorm.measure import Variant
 
 Rates = tuple[list[float | None], list[float | None]]  # without and with warmup, one per seed
 

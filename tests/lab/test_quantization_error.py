@@ -9,7 +9,7 @@ import torch
 
 from bagu import ops
 from bagu.lab.core import Row
-from bagu.lab.labs import quantization_error as lab
+from bagu.lab.numerics import quantization_error as lab
 
 
 def check_rows(rows: Sequence[Row]) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bagu.lab.core import Row
-from bagu.lab.engine_load import MODEL, serve
-from bagu.lab.labs import batch_latency, queueing
+from bagu.lab.parts.engine_load import MODEL, serve
+from bagu.lab.serve import batch_latency, queueing
 from bagu.nn import Transformer, init_weights
 
 

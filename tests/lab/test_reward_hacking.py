@@ -10,8 +10,8 @@ import pytest
 from bagu.data.stdlib import parsed
 from bagu.eval.function_checks import CHECKS, checks_passed
 from bagu.lab.core import Row
-from bagu.lab.labs import reward_hacking as lab
-from bagu.lab.small_functions import NAMES, function_text, prompt_text
+from bagu.lab.parts.small_functions import NAMES, function_text, prompt_text
+from bagu.lab.post_train import reward_hacking as lab
 
 
 def test_every_small_function_parses_and_some_fail_the_strict_checks() -> None:

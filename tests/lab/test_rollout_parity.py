@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from bagu.lab.core import Row
-from bagu.lab.labs import rollout_parity as lab
+from bagu.lab.post_train import rollout_parity as lab
 
 
 def check_rows(found: Sequence[Row]) -> None:

@@ -7,16 +7,9 @@ import torch
 
 from bagu.bench.known_text import counts_upwards
 from bagu.lab.core import Row
-from bagu.lab.labs import (
-    attention_complexity,
-    batch_invariance,
-    continuous_batching,
-    flash_attention,
-    kv_cache,
-    paging,
-    prefix_cache,
-    speculation,
-)
+from bagu.lab.model import attention_complexity, flash_attention
+from bagu.lab.numerics import batch_invariance
+from bagu.lab.serve import continuous_batching, kv_cache, paging, prefix_cache, speculation
 from bagu.nn import Transformer, init_weights
 from bagu.types import Completion
 

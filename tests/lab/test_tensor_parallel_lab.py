@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from bagu.lab.core import Row
-from bagu.lab.labs.tensor_parallel import LAB
+from bagu.lab.parallel.tensor_parallel import LAB
 
 
 def rows(*points: tuple[int, int, int]) -> list[Row]:

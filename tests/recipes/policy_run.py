@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bagu.lab import letters
-from bagu.lab.letters import CONTEXT, Letters, policy, prompts, sampler, source
+from bagu.lab.parts import letters
+from bagu.lab.parts.letters import CONTEXT, Letters, policy, prompts, sampler, source
 from bagu.nn.model import Transformer
 from bagu.train.policy_loss import PolicyLoss
 from bagu.train.policy_objective import PolicyObjective

@@ -1,0 +1,1 @@
+"""Labs about scores: prompts, contamination, noise."""

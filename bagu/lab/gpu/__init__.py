@@ -1,0 +1,1 @@
+"""Labs about kernels: fusion, tuning, occupancy, launches."""

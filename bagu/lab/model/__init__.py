@@ -1,0 +1,1 @@
+"""Labs about the model: attention, positions, norms, counts of operations."""

@@ -1,0 +1,1 @@
+"""Labs about numbers: softmax, quantization, the order of sums, arrays."""

@@ -1,0 +1,1 @@
+"""Labs about many devices: collectives, shards, stages, layouts."""

@@ -1,0 +1,1 @@
+"""What several labs share: small models, timing, statistics."""

@@ -1,0 +1,1 @@
+"""Labs about preferences, rewards and rollouts."""

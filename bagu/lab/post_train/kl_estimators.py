@@ -1,0 +1,251 @@
+"""KL estimators: bias and standard deviation of k1, k2 and k3 as a policy drifts away from its reference.
+
+    d  = log reference(x) - log policy(x) of a token x that the policy sampled
+    k1 = -d             k2 = d² / 2             k3 = exp(d) - 1 - d
+
+With both distributions known over the whole vocabulary, the mean and the variance of an estimator are sums over the
+vocabulary: bias and standard deviation here are exact up to fp64, not sampled. A batch has one sampled token per
+position; many batches show what a training step would see.
+
+    model         a language model, and the same model trained further on a few modules
+    categorical   random logits, and the same logits with Gaussian noise added
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from bagu.data import DataConfig, evaluation_batches
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.parts.library_models import CONTEXT, STEP_TOKENS, VOCAB, Library, new_model, read_library, train
+from bagu.lab.plot import COLOURS, INK
+from bagu.nn import Transformer
+from bagu.train.policy_losses import Estimator, kl_estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+MODEL, CATEGORICAL = "model", "categorical"
+STEPS, WIDTH = 200, 64
+DRIFTS = (1, 2, 4, 8, 16, 32, 64)  # further training steps
+MODULES = 4  # that the policy is trained further on
+NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # standard deviation of the noise
+SPREAD = 2.0  # standard deviation of the random logits
+POSITIONS, BATCHES = 1024, 400
+
+
+def run(setting: Setting) -> list[Row]:
+    quick = setting.quick
+    positions, batches = (64, 20) if quick else (POSITIONS, BATCHES)
+    drifts, noises = ((1, 3), NOISES[::3]) if quick else (DRIFTS, NOISES)
+    library = read_library(quick=quick)
+
+    @cache
+    def models() -> tuple[Transformer, dict[int, Transformer]]:
+        return train_both(library, drifts, 3 if quick else STEPS, setting.device)
+
+    def drifted(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        reference, policies = models()
+        return logprobs(policies[steps], library, positions), logprobs(reference, library, positions)
+
+    points: list[tuple[str, float, Callable[[], tuple[torch.Tensor, torch.Tensor]]]] = [
+        *((MODEL, steps, partial(drifted, steps)) for steps in drifts),
+        *((CATEGORICAL, noise, partial(random_pair, noise, positions)) for noise in noises),
+    ]
+    return [row for source, drift, make in setting.track(points) for row in measure(source, drift, *make(), batches)]
+
+
+def train_both(
+    library: Library, drifts: Sequence[int], steps: int, device: str
+) -> tuple[Transformer, dict[int, Transformer]]:
+    """The reference, and policies by the number of further training steps."""
+    model = new_model(width=WIDTH, seed=1, device=device)
+    train(model, library.train_tokens, steps=steps, seed=1)
+    reference = new_model(width=WIDTH, seed=1, device=device)
+    reference.load_state_dict(model.state_dict())
+    longest = sorted(library.train, key=lambda d: len(d.text))[-MODULES:]
+    policies = train(model, library.store(longest), steps=drifts[-1], seed=2, checkpoints=drifts)
+    return reference, dict(zip(drifts, policies, strict=True))
+
+
+@torch.no_grad()
+def logprobs(model: Transformer, library: Library, positions: int) -> torch.Tensor:
+    """[positions, V] in fp64 on the CPU, every second position of held-out text, so that contexts differ more."""
+    found, rows = [], DataConfig(context=CONTEXT, rows=1)
+    model.eval()
+    for batch in evaluation_batches(library.held_tokens, rows, limit=-(-2 * positions // CONTEXT)):
+        b = batch.to(next(model.parameters()).device)
+        hidden = model(b.ids, b.positions, b.cu_seqlens, b.max_len).hidden
+        found.append(model.logits(hidden[::2]).cpu().double().log_softmax(-1))
+    return torch.cat(found)[:positions]
+
+
+def random_pair(noise: float, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Policy and reference, [positions, V] logprobs of random categorical distributions."""
+    stream = torch.Generator().manual_seed(0)
+    logits, moved = (torch.randn(positions, VOCAB, generator=stream, dtype=torch.float64) for _ in range(2))
+    return (SPREAD * logits + noise * moved).log_softmax(-1), (SPREAD * logits).log_softmax(-1)
+
+
+def measure(source: str, drift: float, policy: torch.Tensor, reference: torch.Tensor, batches: int) -> list[Row]:
+    """A row for each estimator."""
+    p = policy.exp()
+    kl = float((p * (policy - reference)).sum(-1).mean())
+    tokens = torch.multinomial(p, batches, replacement=True, generator=torch.Generator().manual_seed(1))
+    rows: list[Row] = []
+    for name in ESTIMATORS:
+        values = kl_estimate(policy, reference, name)
+        mean = (p * values).sum(-1)  # of each position
+        variance = (p * (values - mean[:, None]).square()).sum(-1)
+        sampled = values.gather(1, tokens).mean(0)  # one estimate per batch
+        low, middle, high = torch.quantile(sampled, torch.tensor((0.025, 0.5, 0.975), dtype=torch.float64)).tolist()
+        rows.append(
+            {
+                "source": source,
+                "drift": drift,  # training steps, or standard deviation of the noise
+                "estimator": name,
+                "positions": len(p),
+                "kl_nats": kl,
+                "bias_nats": float(mean.mean()) - kl,
+                "deviation_nats": float(variance.mean().sqrt()),  # of one token
+                "batch_deviation_nats": float(variance.mean().sqrt()) / len(p) ** 0.5,
+                "batches": batches,
+                "batch_low_nats": low,
+                "batch_median_nats": middle,
+                "batch_high_nats": high,
+            }
+        )
+    return rows
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held if k3 has a smaller standard deviation than k1 in every case. Its bias is 0 by definition."""
+    better = {key: value(rows, key, "k3") < value(rows, key, "k1") for key in cases(rows)}
+    kind: Kind = "held" if all(better.values()) else "holds only where" if any(better.values()) else "did not hold"
+    en, zh = [], []
+    for source in dict.fromkeys(source for source, _ in better):
+        own = sorted(
+            (case for case in better if case[0] == source), key=lambda case: value(rows, case, "k1", "kl_nats")
+        )
+        good = [value(rows, case, "k1", "kl_nats") for case in own if better[case]]
+        bad = [value(rows, case, "k1", "kl_nats") for case in own if not better[case]]
+        near, far = own[0], own[-1]
+        where = (f"smaller than k1's at {nats(good)}" if good else "") + (" and " if good and bad else "")
+        where += f"larger at {nats(bad)}" if bad else ""
+        en.append(
+            f"{source}: the standard deviation of k3 is {where}. Of one token, relative to a KL of "
+            f"{value(rows, near, 'k1', 'kl_nats'):.2g} nats: {relative(rows, near)}; to "
+            f"{value(rows, far, 'k1', 'kl_nats'):.2g} nats: {relative(rows, far)}. Bias of k2: "
+            f"{bias(rows, near):+.0f} % and {bias(rows, far):+.0f} %"
+        )
+        where = (f"KL 为 {nats(good)} 时小于 k1" if good else "") + ("，" if good and bad else "")
+        where += f"KL 为 {nats(bad)} 时大于 k1" if bad else ""
+        zh.append(
+            f"{source}：k3 的标准差在 {where.replace(' to ', ' 至 ')}。单个 token 的标准差与 KL 之比，KL 为 "
+            f"{value(rows, near, 'k1', 'kl_nats'):.2g} nats 时：{relative(rows, near)}；"
+            f"{value(rows, far, 'k1', 'kl_nats'):.2g} nats 时：{relative(rows, far)}。"
+            f"k2 的偏差：{bias(rows, near):+.0f} % 与 {bias(rows, far):+.0f} %"
+        )
+    worst = max(abs(value(rows, case, "k3", "bias_nats")) / value(rows, case, "k3", "kl_nats") for case in cases(rows))
+    return Verdict(
+        kind=kind,
+        sentence_en=f"{'. '.join(en)}. k3 is unbiased to {worst:.0e} of the KL.",
+        sentence_zh=f"{'。'.join(zh)}。k3 的偏差不超过 KL 的 {worst:.0e}。",
+    )
+
+
+def cases(rows: Sequence[Row]) -> list[tuple[str, float]]:
+    return list(dict.fromkeys((str(row["source"]), number(row, "drift")) for row in rows))
+
+
+def value(rows: Sequence[Row], case: tuple[str, float], estimator: str, key: str = "deviation_nats") -> float:
+    return next(
+        number(r, key) for r in rows if (r["source"], r["drift"], r["estimator"]) == (*case, estimator)
+    )  # fmt: skip
+
+
+def relative(rows: Sequence[Row], case: tuple[str, float]) -> str:
+    kl = value(rows, case, "k1", "kl_nats")
+    return ", ".join(f"{name} {value(rows, case, name) / kl:.2g}" for name in ESTIMATORS)
+
+
+def bias(rows: Sequence[Row], case: tuple[str, float]) -> float:
+    """Of k2, in percent of the KL."""
+    return 100 * value(rows, case, "k2", "bias_nats") / value(rows, case, "k2", "kl_nats")
+
+
+def nats(kls: Sequence[float]) -> str:
+    return f"{kls[0]:.2g} nats" if len(kls) == 1 else f"{kls[0]:.2g} to {kls[-1]:.2g} nats"
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    left, middle, right = fig.subplots(1, 3)
+    plot_lines(left, rows, "deviation_nats")
+    left.set(title="Standard deviation of one token", ylabel="relative to the KL")
+    plot_lines(middle, rows, "bias_nats")
+    middle.set(title="Bias", ylabel="relative to the KL")
+    plot_batches(right, rows)
+    left.legend(fontsize=7.5)
+
+
+def plot_lines(axes: Axes, rows: Sequence[Row], key: str) -> None:
+    """Relative to the KL, by the KL; the bias on a linear axis, the standard deviation on a logarithmic one."""
+    for source, style in ((MODEL, "-o"), (CATEGORICAL, ":s")):
+        for name, colour in zip(ESTIMATORS, COLOURS, strict=False):
+            own = sorted(
+                (r for r in rows if (r["source"], r["estimator"]) == (source, name)), key=lambda r: number(r, "kl_nats")
+            )
+            x = [number(r, "kl_nats") for r in own]
+            y = [number(r, key) / number(r, "kl_nats") for r in own]
+            axes.plot(x, y, style, color=colour, label=f"{name}, {source}")
+    axes.set_xscale("log")
+    if key == "deviation_nats":
+        axes.set_yscale("log")
+    axes.set(xlabel="KL(policy || reference), nats per token")
+
+
+def plot_batches(axes: Axes, rows: Sequence[Row]) -> None:
+    """The estimates of batches for the language model: median, and the range of 95 %."""
+    own = [row for row in rows if row["source"] == MODEL]
+    for i, (name, colour) in enumerate(zip(ESTIMATORS, COLOURS, strict=False)):
+        mine = [row for row in own if row["estimator"] == name]
+        kls = [number(r, "kl_nats") for r in mine]
+        x = [kl * 1.12 ** (i - 1) for kl in kls]
+        low, median, high = (
+            [number(r, f"batch_{which}_nats") / kl for r, kl in zip(mine, kls, strict=True)]
+            for which in ("low", "median", "high")
+        )
+        axes.vlines(x, low, high, color=colour)
+        axes.plot(x, median, "o", color=colour, label=name)
+    axes.axhline(1, color=INK, lw=0.8, ls=":")
+    axes.set_xscale("log")
+    positions = own[0]["positions"]
+    axes.set(xlabel="KL(policy || reference), nats per token", ylabel="estimate relative to the KL")
+    axes.set_title(f"Batches of {positions:,} tokens (model)")
+    axes.legend()
+
+
+LAB = Lab(
+    name="kl_estimators",
+    title_en="KL estimators",
+    title_zh="KL 估计量",
+    claim_en="k3 estimates the KL divergence without bias and with a smaller variance than k1.",
+    claim_zh="k3 是 KL 散度的无偏估计，而且方差比 k1 小。",
+    regime=f"A decoder of width {WIDTH} with 2 layers and a vocabulary of {VOCAB:,}, trained on "
+    f"{STEPS * STEP_TOKENS:,} tokens of the standard library, and the same model trained further; "
+    f"{POSITIONS:,} positions of held-out text. Random categorical distributions of the same size.",
+    varies="How far the policy is from the reference: 1 to 64 further training steps, or noise on the logits; "
+    "the estimator.",
+    measures="Bias and standard deviation of one sampled token, exactly, by sums over the vocabulary in fp64; median "
+    f"and 95 % range of the mean over a batch of {POSITIONS:,} tokens in {BATCHES} draws.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)

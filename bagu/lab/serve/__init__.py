@@ -1,0 +1,1 @@
+"""Labs about serving: the KV cache, batches, queues, drafts, grammars."""

@@ -1,0 +1,1 @@
+"""Labs about training: optimizers, batches, memory, data."""

@@ -1,0 +1,174 @@
+"""Recomputation: the memory that it saves, and the time that it takes.
+
+    none        every activation is kept for the backward
+    selective   products and attention are kept, the rest of a block is computed again
+    block       the input of each block is kept, and the block is computed again: a second forward of the blocks
+
+By the textbook a backward costs twice a forward, so that a second forward makes a step 4/3 as long. Recomputed is less
+than that (the head and the loss are not), and what memory sets the time of (norms, activations) is not in that count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, get_args
+
+import torch
+
+from bagu.data.random_batches import random_batches
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.parts.interleaved import best_times
+from bagu.lab.parts.live_memory import LiveMemory
+from bagu.lab.plot import COLOURS, INK
+from bagu.machine.fast_dtype import compute_dtype
+from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
+from bagu.train.prepare import prepared
+from bagu.train.state import Recompute
+from bagu.types import Batch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TEXTBOOK = 4 / 3
+CLOSE = 0.1  # a time within 10 % of the textbook's agrees with it
+WAYS: tuple[Recompute, ...] = get_args(Recompute)
+SMALL = ModelConfig(
+    vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=192,
+    max_len=256,
+)  # fmt: skip
+MEDIUM = replace(
+    SMALL, vocab_size=4096, hidden_size=256, num_heads=8, num_kv_heads=8, head_dim=32, intermediate_size=704
+)
+LARGE = replace(
+    SMALL, vocab_size=32000, hidden_size=2048, num_heads=16, num_kv_heads=16, head_dim=128, intermediate_size=5632,
+    max_len=2048,
+)  # fmt: skip
+
+
+def run(setting: Setting) -> list[Row]:
+    device, on_gpu = torch.device(setting.device), setting.device != "cpu"
+    config = SMALL if setting.quick else LARGE if on_gpu else MEDIUM
+    documents = 4 if on_gpu and not setting.quick else 2
+    rows: list[Row] = []
+    for layers in setting.track((2, 4) if setting.quick else (2, 4, 8)):
+        rows += measured(replace(config, num_layers=layers), documents, device, setting.quick)
+    return rows
+
+
+def measured(config: ModelConfig, documents: int, device: torch.device, quick: bool) -> list[Row]:
+    (batch,) = random_batches(config.vocab_size, (config.max_len,) * documents, micro_batches=1, device=device)
+    with ExitStack() as stack:
+        states = {way: stack.enter_context(training(config, way, device)) for way in WAYS}
+        memory = {way: peak_bytes(state, batch) for way, state in states.items()}
+        calls: dict[str, Callable[[], object]] = {way: partial(step, state, [batch]) for way, state in states.items()}
+        times = best_times(calls, device.type, seconds=0.05 if quick else 1.0, rounds=1 if quick else 3)
+    return [
+        {
+            "recomputed": way,
+            "device": device.type,
+            "layers": config.num_layers,
+            "tokens": batch.num_tokens,
+            "step_peak_bytes": memory[way],
+            "step_ms": 1e3 * times[way],
+        }
+        for way in WAYS
+    ]
+
+
+@contextmanager
+def training(config: ModelConfig, way: Recompute, device: torch.device) -> Iterator[TrainState]:
+    """A state whose model recomputes in this way. Without recomputation the trainer would run CUDA graphs on a GPU,
+    whose memory stays allocated between steps: that model is left as it is."""
+    model = init_weights(Transformer(config, device=device, dtype=compute_dtype(device)), seed=0)
+    how = TrainConfig(steps=10**6, optimizer=OptimizerConfig(kind="adamw"), activation_checkpointing=way)
+    state = TrainState(model, how)
+    with nullcontext() if way == "none" else prepared(model, how, device):
+        yield state
+    state.close()
+
+
+def peak_bytes(state: TrainState, batch: Batch) -> int:
+    """The most memory that a step takes besides the states. On a GPU the allocator's, on a CPU that of tensors."""
+    step(state, [batch])
+    if state.device.type == "cuda":
+        before = torch.cuda.memory_allocated(state.device)
+        torch.cuda.reset_peak_memory_stats(state.device)
+        step(state, [batch])
+        return torch.cuda.max_memory_allocated(state.device) - before
+    with LiveMemory() as live:
+        step(state, [batch])
+    return live.peak
+
+
+def against_none(rows: Sequence[Row], way: str, key: str) -> dict[float, float]:
+    """The value over that without recomputation, by layers."""
+    value = {(r["recomputed"], number(r, "layers")): number(r, key) for r in rows}
+    return {layers: value[way, layers] / value["none", layers] for of, layers in value if of == way}
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Held if a step that recomputes blocks takes 4/3 of the time at every depth, and less memory."""
+    time, memory = (against_none(rows, "block", key) for key in ("step_ms", "step_peak_bytes"))
+    good = [n for n in time if abs(time[n] / TEXTBOOK - 1) <= CLOSE and memory[n] < 1]
+    kind: Kind = "held" if len(good) == len(time) else "holds only where" if good else "did not hold"
+    deep = max(time)
+
+    def at(way: str) -> tuple[str, str]:
+        return (
+            f"×{against_none(rows, way, 'step_peak_bytes')[deep]:.2f}",
+            f"×{against_none(rows, way, 'step_ms')[deep]:.2f}",
+        )
+
+    (less, more), (little, slow) = at("block"), at("selective")
+    low, high = min(time.values()), max(time.values())
+    return Verdict(
+        kind=kind,
+        sentence_en=f"A step that recomputes blocks takes ×{low:.2f} to ×{high:.2f} of the time; within "
+        f"{100 * CLOSE:g} % of 4/3 at {len(good)} of {len(time)} depths. With {deep:g} layers: blocks {less} of the "
+        f"memory for {more} of the time, selective {little} for {slow}.",
+        sentence_zh=f"重算整块使一步的用时变为 ×{low:.2f} 至 ×{high:.2f}；{len(time)} 种深度中 {len(good)} 种与 4/3 "
+        f"相差不超过 {100 * CLOSE:g} %。{deep:g} 层时：整块重算内存 {less}、用时 {more}；选择性重算内存 {little}、"
+        f"用时 {slow}。",
+    )
+
+
+def plot(fig: Figure, rows: Sequence[Row]) -> None:
+    left, right = fig.subplots(1, 2)
+    for (axes, key, label), (way, colour) in product(
+        ((left, "step_peak_bytes", "memory of a step, MB"), (right, "step_ms", "time, times that of none")),
+        zip(WAYS, COLOURS, strict=False),
+    ):
+        own = [r for r in rows if r["recomputed"] == way]
+        layers = [number(r, "layers") for r in own]
+        values = [number(r, key) / 1e6 for r in own]
+        if key == "step_ms":
+            values = [against_none(rows, way, key)[n] for n in layers]
+        axes.plot(layers, values, "o-", color=colour, label=way)
+        axes.set(xlabel="layers", ylabel=label, ylim=(0, None))
+    right.axhline(TEXTBOOK, color=INK, lw=0.8, ls=":")
+    right.set_ylim(0.9, math.ceil(10 * max(TEXTBOOK, *against_none(rows, "block", "step_ms").values())) / 10)
+    left.legend()
+
+
+LAB = Lab(
+    name="recomputation",
+    title_en="Recomputation",
+    title_zh="激活重算",
+    claim_en="Recomputing every block saves memory, and makes a training step a third longer.",
+    claim_zh="重算每个块可以省内存，代价是训练一步变长三分之一。",
+    regime="A Llama with random tokens and AdamW. On a CPU width 256 and 512 tokens in fp32; on a GPU width 2,048 and "
+    "8,192 tokens in bf16.",
+    varies="What is recomputed (nothing, all but products and attention, whole blocks), number of layers.",
+    measures="Peak memory of a step besides weights, gradients and optimizer state (on a CPU that of tensors between "
+    "ops); time of a step, best of three interleaved medians.",
+    needs_gpu=False,
+    run=run,
+    verdict=verdict,
+    plot=plot,
+)
