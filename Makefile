@@ -69,14 +69,14 @@ check: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layers.py tests/test_public_names.py
-	$(BIN)/python -m bagu.bench.tables --check
+	$(BIN)/python -m benchmarks.tools.tables --check
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 tables: $(VENV)/ready
-	$(BIN)/python -m bagu.bench.tables
+	$(BIN)/python -m benchmarks.tools.tables
 
 clean:
 	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,1 +1,1 @@
-"""Benchmarks of ops, training, the engine and the server, with peers in the same run; the tables in the documents."""
+"""Benchmarks of ops, training, the engine and the server, with peers in the same run."""

@@ -1,6 +1,6 @@
 """The record of a demo: one row for each stage and task, in FOLDER/record.jsonl.
 
-`python -m bagu.bench.tables --demo FOLDER` adds it to benchmarks/results, from which the READMEs show the scores.
+`python -m benchmarks.tools.tables --demo FOLDER` adds it to benchmarks/results, from which the READMEs show the scores.
 """
 
 from __future__ import annotations

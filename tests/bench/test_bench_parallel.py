@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bagu.bench import parallel, parallel_table
+from bagu.bench import parallel
 from bagu.bench.train_shapes import Shape
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig
+from benchmarks.tools import parallel_table
 
 TINY = Shape(
     why="tiny",

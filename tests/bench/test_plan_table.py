@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bagu.bench.plan_table import compared_runs, render
 from bagu.nn.presets import preset
 from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.serving import batch_times
+from benchmarks.tools.plan_table import compared_runs, render
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "serve" / "nvidia-h200.jsonl"
 MODEL, H200 = preset("qwen3_0_6b"), CLUSTERS["h200"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bagu.bench import demo_table, formats_table, quantization_table, serve_table, tables, train_table
 from bagu.errors import BaguError
+from benchmarks.tools import demo_table, formats_table, quantization_table, serve_table, tables, train_table
 
 MARKS = (
     (tables.TRAIN_BEGIN, tables.TRAIN_END),

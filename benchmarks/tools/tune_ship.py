@@ -1,4 +1,4 @@
-"""`python -m bagu.bench.tune_ship STORE`: make the store that ships with the package from one that was measured.
+"""`python -m benchmarks.tools.tune_ship STORE`: make the store that ships with the package from one that was measured.
 
 It keeps the last result of each search that is not stale, and one line for each set of options instead of one for each
 round. Results of other devices in the shipped store stay; those of the same kind of call are replaced.
@@ -34,7 +34,9 @@ def ship(source: Store, target: Store, without: Sequence[str] = ()) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bagu.bench.tune_ship", description="make the shipped tuning store")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tools.tune_ship", description="make the shipped tuning store"
+    )
     parser.add_argument("store", type=Path, help="a store that `bagu tune ops` wrote")
     parser.add_argument("--without", nargs="*", default=[], metavar="OP", help="ops to leave out")
     parser.add_argument("--out", type=Path, default=shipped_store().path, help="default: the store in the package")

@@ -18,7 +18,7 @@ WORDS = {
         "machine": "{machine}, `--minutes {limit:.0f}`: {parameters:.1f} M parameters, {tokens:.1f} M tokens, "
         "{bits:.3f} bits/byte (gzip {gzip:.3f}), {time}",
         "time": "{minutes:d} min {seconds:02d} s",
-        "nothing": "No demo is recorded yet: `python -m bagu.bench.tables --demo runs/demo` records one.",
+        "nothing": "No demo is recorded yet: `python -m benchmarks.tools.tables --demo runs/demo` records one.",
     },
     "zh": {
         "head": ("机器", "任务", "题数", "互不相同"),
@@ -28,7 +28,7 @@ WORDS = {
         "machine": "{machine}，`--minutes {limit:.0f}`：{parameters:.1f} M 参数，{tokens:.1f} M token，"
         "{bits:.3f} bits/byte（gzip {gzip:.3f}），{time}",
         "time": "{minutes:d} 分 {seconds:02d} 秒",
-        "nothing": "尚无演示记录：`python -m bagu.bench.tables --demo runs/demo` 会写入一条。",
+        "nothing": "尚无演示记录：`python -m benchmarks.tools.tables --demo runs/demo` 会写入一条。",
     },
 }
 

@@ -1,9 +1,9 @@
-"""`python -m bagu.bench.tables [--check | --demo FOLDER]`: write the tables of the documents, from benchmarks/results.
+"""`python -m benchmarks.tools.tables [--check | --demo FOLDER]`: write the tables of the documents.
 
-This module owns the text between the two marks of a document. It shows the rows of GPU machines: in a README each op at
-its first benchmark case, in docs/benchmarks.md every case. The numbers of one line come from one run, the latest that
-has the case, so that bagu and its peers are compared within a run. `--check` writes nothing and fails if a document is
-out of date. `--demo` first adds the record that `bagu demo` left in a folder.
+It owns the text between the two marks of a document and makes it from benchmarks/results: the rows of GPU machines, in
+a README each op at its first benchmark case, in docs/benchmarks.md every case. The numbers of one line come from one
+run, the latest that has the case, so that bagu and its peers are compared within a run. `--check` writes nothing and
+fails if a document is out of date. `--demo` first adds the record that `bagu demo` left in a folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.bench import (
+from bagu.errors import BaguError
+from bagu.ops.tuning.store import Store
+from bagu.runs.record import append_rows, read_rows
+from benchmarks.tools import (
     demo_table,
     formats_table,
     parallel_table,
@@ -26,9 +29,6 @@ from bagu.bench import (
     train_table,
     tune_table,
 )
-from bagu.errors import BaguError
-from bagu.ops.tuning.store import Store
-from bagu.runs.record import append_rows, read_rows
 
 __all__ = ["main", "render", "updated"]
 
@@ -223,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the documents, or only compare with --check. Exit status 1: out of date, 2: a document is not
     readable."""
     parser = argparse.ArgumentParser(
-        prog="python -m bagu.bench.tables", description="generate the tables in the documents from benchmarks/results"
+        prog="python -m benchmarks.tools.tables",
+        description="generate the tables in the documents from benchmarks/results",
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is out of date")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout (default: the current folder)")
@@ -295,7 +296,7 @@ def _update(root: Path, *, check: bool) -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     if check and stale:
-        print(f"{' and '.join(stale)}: out of date; run python -m bagu.bench.tables", file=sys.stderr)
+        print(f"{' and '.join(stale)}: out of date; run python -m benchmarks.tools.tables", file=sys.stderr)
         return 1
     if not check:
         print(f"rewrote {' and '.join(stale)}" if stale else "nothing to rewrite")
