@@ -77,6 +77,7 @@ format: $(VENV)/ready
 
 tables: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tools.tables
+	$(BIN)/python -m benchmarks.tools.architecture
 
 clean:
 	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

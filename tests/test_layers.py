@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -15,23 +16,8 @@ import bagu
 
 ROOT = Path(bagu.__file__).parent
 ROOTS = {"errors", "types", "config"}  # besides these the package has only parts
-BELOW_CLI = ["machine", "runs", "ops", "data", "nn", "parallel", "train", "eval", "serve", "recipes", "bench", "lab"]
-PARTS = {  # besides errors, types and config, which import no part and are open to all
-    "machine": set(),
-    "runs": {"machine"},
-    "ops": {"machine"},
-    "data": {"machine"},
-    "nn": {"machine", "ops"},
-    "parallel": {"machine", "runs", "ops", "nn"},
-    "train": {"machine", "runs", "ops", "nn", "data", "parallel"},
-    "eval": {"machine", "runs", "ops", "nn", "data"},
-    "serve": {"machine", "runs", "ops", "nn", "parallel"},
-    "recipes": set(BELOW_CLI[:9]),
-    "bench": set(BELOW_CLI[:10]),
-    "lab": set(BELOW_CLI[:11]),
-    "cli": set(BELOW_CLI),
-    "__main__": {"cli"},
-}
+TABLE = tomllib.loads((ROOT.parent / "docs/parts.toml").read_text(encoding="utf-8"))
+PARTS = {part: set(row["imports"]) for part, row in TABLE.items()} | {"__main__": {"cli"}}
 OPTIONAL = [
     "triton", "pydantic", "fastapi", "ray", "optuna", "matplotlib", "pynvml", "liger_kernel", "pyarrow", "tensorboard",
     "transformers", "huggingface_hub", "wandb", "lm_eval", "llguidance",
@@ -86,6 +72,18 @@ def test_every_import_points_down() -> None:
 def test_the_root_has_four_modules_and_the_parts() -> None:
     files, folders = {f.stem for f in ROOT.glob("*.py")}, {f.parent.name for f in ROOT.glob("*/*.py")}
     assert files | folders == ROOTS | PARTS.keys() | {"__init__"}
+
+
+@pytest.mark.parametrize("part", TABLE)
+def test_a_part_keeps_to_its_budget_of_lines(part: str) -> None:
+    lines = sum(len(f.read_bytes().splitlines()) for f in (ROOT / part).rglob("*.py"))
+    assert lines <= TABLE[part]["lines"], f"{part} has {lines} lines: shorten it, or raise docs/parts.toml and say why"
+
+
+def test_the_page_of_the_parts_is_up_to_date() -> None:
+    script = ROOT.parent / "benchmarks/tools/architecture.py"
+    run = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
 
 
 def test_no_two_files_import_each_other() -> None:
