@@ -33,11 +33,11 @@ from bagu.recipes.rollout import EngineSampler, engine_config
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.train.loop import fit
-from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.optim import OptimizerConfig
-from bagu.train.reward_function import Sample, Scored
-from bagu.train.rollout import PackShape
-from bagu.train.rollout_loader import PromptLoader, RolloutConfig, RolloutLoader
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.loader import PromptLoader, RolloutConfig, RolloutLoader
+from bagu.train.rl.reward_function import Sample, Scored
+from bagu.train.rl.rollout import PackShape
 from bagu.train.state import TrainConfig
 
 __all__ = ["main"]

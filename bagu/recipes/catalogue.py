@@ -13,13 +13,13 @@ from bagu.nn.presets import preset
 from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
 from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.dpo import PreferenceOptimization
-from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.masked import MaskedLanguageModelling
 from bagu.train.objectives.on_policy_distill import OnPolicyDistillation
-from bagu.train.objectives.ppo import ProximalPolicy
 from bagu.train.objectives.reward import RewardModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.ppo import ProximalPolicy
 from bagu.train.schedule import ScheduleConfig
 from bagu.train.stability import StabilityConfig
 from bagu.train.state import TrainConfig

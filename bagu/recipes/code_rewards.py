@@ -23,7 +23,7 @@ from bagu.errors import BaguError
 from bagu.eval.function_checks import check_parts
 from bagu.eval.grades import doctest_program, first_code, run_to_end
 from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
-from bagu.train.reward_function import RewardFunction, Sample, Scored
+from bagu.train.rl.reward_function import RewardFunction, Sample, Scored
 
 __all__ = ["BUILT_IN", "LoosePythonReward", "PythonReward"]
 

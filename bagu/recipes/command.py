@@ -32,8 +32,8 @@ from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
 from bagu.runs.folder import RunFolder
 from bagu.train.objective import Objective
-from bagu.train.policy_objective import PolicyObjective
 from bagu.train.report import ReportData, read_run, write_report
+from bagu.train.rl.policy_objective import PolicyObjective
 
 __all__ = ["export_main", "train_main"]
 

@@ -10,9 +10,9 @@ from bagu.data.loader import DataConfig
 from bagu.nn.config import ModelConfig
 from bagu.recipes.run import Run, TokenizerConfig
 from bagu.train.objectives.dpo import PreferenceOptimization
-from bagu.train.objectives.grpo import GroupRelative
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
+from bagu.train.rl.grpo import GroupRelative
 from bagu.train.schedule import ScheduleConfig
 from bagu.train.stability import StabilityConfig
 from bagu.train.state import TrainConfig

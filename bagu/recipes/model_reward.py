@@ -17,7 +17,7 @@ from bagu.machine.hub import find
 from bagu.recipes.find import find_model
 from bagu.recipes.models import load_model, tokenizer_folder
 from bagu.runs.files import RunFiles
-from bagu.train.reward_function import Sample, Scored
+from bagu.train.rl.reward_function import Sample, Scored
 
 __all__ = ["ModelReward"]
 

@@ -18,7 +18,7 @@ from bagu.errors import UnknownName
 from bagu.recipes.code_rewards import BUILT_IN
 from bagu.recipes.model_reward import ModelReward
 from bagu.recipes.user_reward import UserReward
-from bagu.train.reward_function import RewardFunction
+from bagu.train.rl.reward_function import RewardFunction
 
 __all__ = ["load_reward"]
 

@@ -26,9 +26,9 @@ from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.train.loss import Loss
 from bagu.train.objective import TrainingData
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.reward_function import RewardFunction
-from bagu.train.rollout_loader import Learner, PromptLoader, RolloutLoader
+from bagu.train.rl.loader import Learner, PromptLoader, RolloutLoader
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.reward_function import RewardFunction
 from bagu.types import Completion, Tokenizer
 
 __all__ = ["EngineSampler", "engine_config", "open_reward", "with_rollouts"]

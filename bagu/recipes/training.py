@@ -47,8 +47,8 @@ from bagu.train import checkpoint
 from bagu.train.loop import FitResult, fit
 from bagu.train.loss import Loss, Metrics
 from bagu.train.objective import TrainingData
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.rollout_loader import RolloutLoader
+from bagu.train.rl.loader import RolloutLoader
+from bagu.train.rl.policy_objective import PolicyObjective
 
 __all__ = ["Trained", "check", "train"]
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bagu.errors import BaguError
-from bagu.train.reward_function import Sample, Scored
+from bagu.train.rl.reward_function import Sample, Scored
 
 __all__ = ["UserReward"]
 

@@ -29,8 +29,8 @@ from bagu.nn.digest import digest_of
 from bagu.nn.lora import has_lora, lora_state
 from bagu.nn.model import Transformer
 from bagu.runs.plain_progress import plain_progress
-from bagu.train.logprobs import segment_sums
-from bagu.train.reference import Reference
+from bagu.train.rl.logprobs import segment_sums
+from bagu.train.rl.reference import Reference
 
 __all__ = ["model_digest", "with_reference"]
 

@@ -14,10 +14,10 @@ from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
 from bagu.data.loader import DataConfig
 from bagu.data.prompts import Question, fitting
 from bagu.errors import BaguError
-from bagu.train.objectives.grpo import GroupRelative
-from bagu.train.prompt_data import prompt_data
-from bagu.train.reward_function import Sample, Scored
-from bagu.train.rollout_loader import PromptLoader, _scores
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.loader import PromptLoader, _scores
+from bagu.train.rl.prompt_data import prompt_data
+from bagu.train.rl.reward_function import Sample, Scored
 from bagu.types import Completion
 
 SELECTION = Selection(dedup=None, validation=0.3, seed=0)

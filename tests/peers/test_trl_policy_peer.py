@@ -14,7 +14,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl_trainer import trainer
 
 from bagu.train.divergence import Head, divergence_loss
-from bagu.train.policy_losses import clipped_policy_loss, importance_weights, kl_estimate, token_weights
+from bagu.train.rl.formulas import clipped_policy_loss, importance_weights, kl_estimate, token_weights
 
 RELATIVE = 1e-5
 LENGTHS, MAX_TOKENS, KL = (5, 1, 7, 3), 9, 0.04

@@ -8,10 +8,10 @@ from typing import Any
 from bagu.lab.parts import letters
 from bagu.lab.parts.letters import CONTEXT, Letters, policy, prompts, sampler, source
 from bagu.nn.model import Transformer
-from bagu.train.policy_loss import PolicyLoss
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.reward_function import Sample, Scored
-from bagu.train.rollout_loader import RolloutLoader
+from bagu.train.rl.loader import RolloutLoader
+from bagu.train.rl.policy_loss import PolicyLoss
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.reward_function import Sample, Scored
 
 __all__ = ["CONTEXT", "Letters", "Notes", "Share", "policy", "prompts", "rollouts", "sampler", "source"]
 

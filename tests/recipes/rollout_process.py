@@ -15,7 +15,7 @@ from policy_run import Notes, policy, rollouts
 from bagu.config import from_dict
 from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.train import TrainConfig, fit
-from bagu.train.policy_objective import PolicyObjective
+from bagu.train.rl.policy_objective import PolicyObjective
 
 
 class KillAt(Notes):

@@ -38,7 +38,7 @@ from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 from bagu.train.objectives.dpo import GAMMA, PreferenceOptimization
 from bagu.train.preference_objective import PreferenceData
-from bagu.train.reference import Reference
+from bagu.train.rl.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

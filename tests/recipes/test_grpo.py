@@ -17,11 +17,11 @@ from bagu.data.sequences import Tokens
 from bagu.nn.lora import add_lora
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit, step
-from bagu.train.objectives.grpo import GroupRelative
-from bagu.train.policy_loss import PolicyLoss
-from bagu.train.policy_losses import Normalization
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.rollout import Answer, PackShape, RolloutBatch
+from bagu.train.rl.formulas import Normalization
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.policy_loss import PolicyLoss
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.rollout import Answer, PackShape, RolloutBatch
 
 GRPO = GroupRelative(prompts=2, samples=3, max_tokens=5, epochs=2, kl=0.3, kl_estimator="k3", importance_cap=1.1)
 SHAPE = PackShape(tokens=4 * CONTEXT, segments=6, context=CONTEXT)

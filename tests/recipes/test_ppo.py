@@ -20,9 +20,9 @@ from bagu.nn.lora import add_lora
 from bagu.nn.model import Transformer
 from bagu.nn.score import with_score_head
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit, step
-from bagu.train.objectives.ppo import ProximalPolicy
-from bagu.train.reward_function import Sample, Scored
-from bagu.train.rollout import Answer
+from bagu.train.rl.ppo import ProximalPolicy
+from bagu.train.rl.reward_function import Sample, Scored
+from bagu.train.rl.rollout import Answer
 
 PPO = ProximalPolicy(prompts=6, max_tokens=5, epochs=2, kl=0.3, discount=0.9, decay=0.8, value_weight=0.4)
 EPS = torch.finfo(torch.float32).eps

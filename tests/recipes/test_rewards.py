@@ -27,7 +27,7 @@ from bagu.recipes.code_rewards import PythonReward
 from bagu.recipes.model_reward import ModelReward
 from bagu.recipes.models import load_model, save_model
 from bagu.recipes.rewards import load_reward
-from bagu.train.reward_function import RewardFunction, Sample
+from bagu.train.rl.reward_function import RewardFunction, Sample
 
 FILE = """
 import math, os, sys, time
@@ -179,7 +179,7 @@ def test_the_worker_ends_with_its_parent_even_if_the_function_hangs(tmp_path: Pa
         "    time.sleep(1e6)\n"
     )
     script = (
-        "from bagu.recipes.user_reward import UserReward\nfrom bagu.train.reward_function import Sample\n"
+        "from bagu.recipes.user_reward import UserReward\nfrom bagu.train.rl.reward_function import Sample\n"
         f"from pathlib import Path\nreward = UserReward(Path({str(tmp_path / 'mine.py')!r}), timeout_s=1e6)\n"
         "reward([Sample(prompt='', completion='')])\n"
     )

@@ -19,11 +19,11 @@ from bagu.nn.model import Transformer
 from bagu.serve.cpu.compiled import CompiledDecode
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit, step
 from bagu.train.loss import MicroBatchLoss
-from bagu.train.objectives.grpo import GroupRelative, GroupRelativeLoss
-from bagu.train.policy_loss import PolicyTotals
-from bagu.train.reward_function import Sample, Scored
-from bagu.train.rollout import Answer, PackShape, Rollout, RolloutBatch, with_columns
-from bagu.train.rollout_loader import RolloutLoader
+from bagu.train.rl.grpo import GroupRelative, GroupRelativeLoss
+from bagu.train.rl.loader import RolloutLoader
+from bagu.train.rl.policy_loss import PolicyTotals
+from bagu.train.rl.reward_function import Sample, Scored
+from bagu.train.rl.rollout import Answer, PackShape, Rollout, RolloutBatch, with_columns
 from bagu.train.stability import StabilityConfig
 from bagu.types import Completion
 

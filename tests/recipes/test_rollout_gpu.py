@@ -12,8 +12,8 @@ from policy_run import CONTEXT, Letters, Notes, Share, policy, prompts, source
 from bagu.nn.model import Transformer
 from bagu.recipes.rollout import EngineSampler, engine_config
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, fit
-from bagu.train.objectives.grpo import GroupRelative
-from bagu.train.rollout_loader import RolloutLoader
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.loader import RolloutLoader
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from rollout_process import train
 
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
-from bagu.train.objectives.grpo import GroupRelative
-from bagu.train.objectives.ppo import ProximalPolicy
-from bagu.train.policy_objective import PolicyObjective
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.ppo import ProximalPolicy
 
 STEPS, KILL_AT = 8, 6
 OPTIONS: dict[str, Any] = {"steps": STEPS, "save_every": 3, "keep_last": 8, "optimizer": {"lr": 0.02}}

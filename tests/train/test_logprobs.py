@@ -8,7 +8,7 @@ from bagu.data.sequences import Tokens, pack
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.train.logprobs import segment_sums, token_logprobs
+from bagu.train.rl.logprobs import segment_sums, token_logprobs
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bagu.train.policy_losses import (
+from bagu.train.rl.formulas import (
     Estimator,
     Normalization,
     adapted_coefficient,

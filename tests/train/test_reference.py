@@ -12,8 +12,8 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora, lora_state, without_lora
 from bagu.nn.model import Transformer
-from bagu.train.logprobs import token_logprobs
-from bagu.train.reference import Reference
+from bagu.train.rl.logprobs import token_logprobs
+from bagu.train.rl.reference import Reference
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=48,

@@ -13,11 +13,11 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.recipes.rollout import EngineSampler, engine_config
-from bagu.train.policy_loss import PolicyLoss
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.reward_function import RewardFunction
-from bagu.train.rollout import PackShape
-from bagu.train.rollout_loader import PromptLoader, RolloutConfig, RolloutLoader
+from bagu.train.rl.loader import PromptLoader, RolloutConfig, RolloutLoader
+from bagu.train.rl.policy_loss import PolicyLoss
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.reward_function import RewardFunction
+from bagu.train.rl.rollout import PackShape
 
 __all__ = ["CONTEXT", "LETTERS", "Letters", "policy", "prompts", "rollouts", "sampler", "source"]
 

@@ -20,11 +20,11 @@ from bagu.data.prompts import Prompt
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.recipes.rollout import EngineSampler, engine_config
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
-from bagu.train.policy_loss import PolicyLoss
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.reward_function import RewardFunction
-from bagu.train.rollout import PackShape
-from bagu.train.rollout_loader import PromptLoader, RolloutConfig, RolloutLoader
+from bagu.train.rl.loader import PromptLoader, RolloutConfig, RolloutLoader
+from bagu.train.rl.policy_loss import PolicyLoss
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.reward_function import RewardFunction
+from bagu.train.rl.rollout import PackShape
 
 __all__ = ["ANSWER_TOKENS", "STEP_TOKENS", "Writer", "function_text", "new_writer", "prompt_text"]
 

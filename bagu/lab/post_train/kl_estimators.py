@@ -24,7 +24,7 @@ from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.parts.library_models import CONTEXT, STEP_TOKENS, VOCAB, Library, new_model, read_library, train
 from bagu.lab.plot import COLOURS, INK
 from bagu.nn import Transformer
-from bagu.train.policy_losses import Estimator, kl_estimate
+from bagu.train.rl.formulas import Estimator, kl_estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

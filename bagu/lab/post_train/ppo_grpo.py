@@ -21,10 +21,10 @@ from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.letters import policy, rollouts
 from bagu.lab.plot import COLOURS
 from bagu.train import OptimizerConfig, TrainConfig, fit
-from bagu.train.objectives.grpo import GroupRelative
-from bagu.train.objectives.ppo import ProximalPolicy
-from bagu.train.policy_loss import PolicyLoss
-from bagu.train.reward_function import Sample, Scored
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.policy_loss import PolicyLoss
+from bagu.train.rl.ppo import ProximalPolicy
+from bagu.train.rl.reward_function import Sample, Scored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

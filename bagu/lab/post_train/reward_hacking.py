@@ -26,8 +26,8 @@ from bagu.lab.parts.small_functions import ANSWER_TOKENS, STEP_TOKENS, Writer, n
 from bagu.lab.plot import COLOURS, INK
 from bagu.recipes.code_rewards import LoosePythonReward, PythonReward
 from bagu.train import OptimizerConfig, TrainConfig, fit
-from bagu.train.objectives.grpo import GroupRelative
-from bagu.train.reward_function import RewardFunction, Sample, Scored
+from bagu.train.rl.grpo import GroupRelative
+from bagu.train.rl.reward_function import RewardFunction, Sample, Scored
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

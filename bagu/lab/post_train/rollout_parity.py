@@ -25,7 +25,7 @@ from bagu.nn import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
-from bagu.train.logprobs import token_logprobs
+from bagu.train.rl.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

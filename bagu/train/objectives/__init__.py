@@ -1,9 +1,12 @@
-"""The objectives, one file each. Every module here is imported, which registers its objective by its `kind`."""
+"""Objectives, one file each. Every module here, in `rl` and in `preference` is imported: that registers its `kind`."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+from bagu.train import rl
+
+for _package, _path in ((__name__, __path__), (rl.__name__, rl.__path__)):
+    for _module in pkgutil.iter_modules(_path):
+        importlib.import_module(f"{_package}.{_module.name}")

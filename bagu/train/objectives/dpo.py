@@ -20,7 +20,6 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train import preference_losses as losses
-from bagu.train.logprobs import segment_sums, token_logprobs
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS, TrainingData, check_causal
 from bagu.train.preference_objective import (
@@ -30,8 +29,9 @@ from bagu.train.preference_objective import (
     preference_data,
     right_share,
 )
-from bagu.train.reference import Reference
 from bagu.train.reference_cache import model_digest, with_reference
+from bagu.train.rl.logprobs import segment_sums, token_logprobs
+from bagu.train.rl.reference import Reference
 from bagu.types import Batch
 
 __all__ = ["PolicyPreferenceLoss", "PreferenceOptimization"]

@@ -19,10 +19,10 @@ from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.divergence import Divergence
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS
-from bagu.train.prompt_data import PromptObjective
-from bagu.train.rollout import Answer, PackShape, RolloutBatch
-from bagu.train.rollout_loader import RolloutConfig
-from bagu.train.rollout_tally import ANSWER_CURVES
+from bagu.train.rl.loader import RolloutConfig
+from bagu.train.rl.prompt_data import PromptObjective
+from bagu.train.rl.rollout import Answer, PackShape, RolloutBatch
+from bagu.train.rl.tally import ANSWER_CURVES
 
 __all__ = ["OnPolicyDistillation"]
 
@@ -81,7 +81,7 @@ class OnPolicyTotals(TargetTotals):
 
 
 class OnPolicyLoss(Loss[RolloutBatch, OnPolicyTotals]):
-    """The distillation loss of sampled answers. Implements `Learner` of rollout_loader.py: every answer is used."""
+    """The distillation loss of sampled answers. Implements `Learner` of loader.py: every answer is used."""
 
     validation_metric = "val_divergence_nats"
 

@@ -18,10 +18,10 @@ from bagu.config import ConfigError
 from bagu.nn.model import Transformer
 from bagu.train.loss import MicroBatchLoss
 from bagu.train.objective import NO_MODELS
-from bagu.train.policy_loss import PolicyLoss, PolicyTotals
-from bagu.train.policy_losses import group_advantages, rewards_differ
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.rollout import Answer, RolloutBatch
+from bagu.train.rl.formulas import group_advantages, rewards_differ
+from bagu.train.rl.policy_loss import PolicyLoss, PolicyTotals
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.rollout import Answer, RolloutBatch
 
 __all__ = ["GroupRelative", "GroupRelativeLoss"]
 

@@ -8,10 +8,10 @@ from bagu.config import ConfigError
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.objective import check_causal
-from bagu.train.policy_losses import Estimator, Normalization
-from bagu.train.prompt_data import PromptObjective
-from bagu.train.rollout_loader import RolloutConfig
-from bagu.train.rollout_tally import ANSWER_CURVES
+from bagu.train.rl.formulas import Estimator, Normalization
+from bagu.train.rl.loader import RolloutConfig
+from bagu.train.rl.prompt_data import PromptObjective
+from bagu.train.rl.tally import ANSWER_CURVES
 
 __all__ = ["PolicyObjective"]
 

@@ -26,9 +26,9 @@ from bagu.data.prompts import Prompt
 from bagu.data.sequences import Tokens, micro_batches
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
-from bagu.train.reward_function import RewardFunction, Sample, Scored
-from bagu.train.rollout import Answer, PackShape, Rollout, RolloutBatch, Sampler
-from bagu.train.rollout_tally import Tally
+from bagu.train.rl.reward_function import RewardFunction, Sample, Scored
+from bagu.train.rl.rollout import Answer, PackShape, Rollout, RolloutBatch, Sampler
+from bagu.train.rl.tally import Tally
 from bagu.types import Completion
 
 __all__ = ["Learner", "PromptLoader", "RolloutConfig", "RolloutLoader"]

@@ -16,8 +16,8 @@ from bagu.data.split import place
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.train.objective import Objective, SourceSize, TrainingData
-from bagu.train.rollout import PackShape, RolloutBatch
-from bagu.train.rollout_loader import PromptLoader, RolloutConfig
+from bagu.train.rl.loader import PromptLoader, RolloutConfig
+from bagu.train.rl.rollout import PackShape, RolloutBatch
 
 __all__ = ["PromptObjective", "prompt_data"]
 

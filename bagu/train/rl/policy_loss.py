@@ -21,12 +21,12 @@ import torch
 
 from bagu import ops
 from bagu.nn.model import Output, Transformer
-from bagu.train.logprobs import token_logprobs
 from bagu.train.loss import Loss, Metrics, Totals
-from bagu.train.policy_losses import clipped, clipped_policy_loss, importance_weights, kl_estimate, token_weights
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.reference import Reference
-from bagu.train.rollout import Answer, PackShape, RolloutBatch, with_columns
+from bagu.train.rl.formulas import clipped, clipped_policy_loss, importance_weights, kl_estimate, token_weights
+from bagu.train.rl.logprobs import token_logprobs
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.reference import Reference
+from bagu.train.rl.rollout import Answer, PackShape, RolloutBatch, with_columns
 from bagu.types import Batch
 
 __all__ = ["PolicyLoss", "PolicyPart", "PolicyTotals"]
@@ -51,7 +51,7 @@ class PolicyPart(NamedTuple):
 
 
 class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
-    """Implements `Learner` of rollout_loader.py; a subclass defines the advantages."""
+    """Implements `Learner` of loader.py; a subclass defines the advantages."""
 
     validation_metric = "val_reward_mean"
     higher_is_better = True

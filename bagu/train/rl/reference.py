@@ -14,7 +14,7 @@ import torch
 from bagu.nn.evaluating import evaluating
 from bagu.nn.lora import has_lora, without_lora
 from bagu.nn.model import Transformer
-from bagu.train.logprobs import token_logprobs
+from bagu.train.rl.logprobs import token_logprobs
 from bagu.types import Batch
 
 __all__ = ["Reference"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bagu.runs.display import Curve
-from bagu.train.reward_function import Scored
+from bagu.train.rl.reward_function import Scored
 from bagu.types import Completion
 
 __all__ = ["ANSWER_CURVES", "Tally"]

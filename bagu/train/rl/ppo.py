@@ -25,8 +25,7 @@ from bagu.nn.score import with_score_head
 from bagu.runs.display import Curve, Display
 from bagu.train.loss import Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS
-from bagu.train.policy_loss import PolicyLoss, PolicyTotals
-from bagu.train.policy_losses import (
+from bagu.train.rl.formulas import (
     Estimator,
     adapted_coefficient,
     clipped_value_loss,
@@ -34,8 +33,9 @@ from bagu.train.policy_losses import (
     kl_estimate,
     whitened,
 )
-from bagu.train.policy_objective import PolicyObjective
-from bagu.train.rollout import Answer, RolloutBatch
+from bagu.train.rl.policy_loss import PolicyLoss, PolicyTotals
+from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.rollout import Answer, RolloutBatch
 from bagu.types import Batch
 
 __all__ = ["ProximalPolicy", "ProximalPolicyLoss"]
