@@ -30,8 +30,8 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
-from bagu.train.objectives.dpo import PreferenceOptimization
 from bagu.train.optim import OptimizerConfig
+from bagu.train.preference.dpo import PreferenceOptimization
 from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step

@@ -9,9 +9,9 @@ from bagu.data.corpus import STDLIB, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.nn.config import ModelConfig
 from bagu.recipes.run import Run, TokenizerConfig
-from bagu.train.objectives.dpo import PreferenceOptimization
 from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.optim import OptimizerConfig
+from bagu.train.preference.dpo import PreferenceOptimization
 from bagu.train.rl.grpo import GroupRelative
 from bagu.train.schedule import ScheduleConfig
 from bagu.train.stability import StabilityConfig

@@ -15,7 +15,7 @@ from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl_trainer import model_of, trainer
 
-from bagu.train.preference_losses import bradley_terry, dpo, ipo, kto, simpo
+from bagu.train.preference.formulas import bradley_terry, dpo, ipo, kto, simpo
 
 RELATIVE, BETA = 1e-5, 0.3
 LENGTHS = (4, 2, 7, 1, 3, 3, 6, 5)  # of answers; the first half is chosen over the second

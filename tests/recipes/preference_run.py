@@ -31,7 +31,7 @@ from bagu.runs.observer import Observer
 from bagu.train.loss import Loss
 from bagu.train.objective import Objective
 from bagu.train.optim import OptimizerConfig
-from bagu.train.preference_objective import PreferenceData
+from bagu.train.preference.preference_objective import PreferenceData
 from bagu.train.state import TrainConfig
 from bagu.types import IGNORE
 

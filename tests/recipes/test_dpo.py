@@ -36,8 +36,8 @@ from bagu.recipes.run import LoraConfig, Run
 from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
-from bagu.train.objectives.dpo import GAMMA, PreferenceOptimization
-from bagu.train.preference_objective import PreferenceData
+from bagu.train.preference.dpo import GAMMA, PreferenceOptimization
+from bagu.train.preference.preference_objective import PreferenceData
 from bagu.train.rl.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -28,8 +28,8 @@ from bagu.recipes.run import Run
 from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
-from bagu.train.objectives.dpo import PreferenceOptimization
-from bagu.train.objectives.reward import RewardModelling
+from bagu.train.preference.dpo import PreferenceOptimization
+from bagu.train.preference.reward import RewardModelling
 from bagu.train.rl.grpo import GroupRelative
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -21,7 +21,7 @@ from bagu.recipes.models import load_model
 from bagu.recipes.run import LoraConfig, Run
 from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
-from bagu.train.objectives.reward import RewardModelling
+from bagu.train.preference.reward import RewardModelling
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

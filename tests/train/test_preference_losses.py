@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bagu.train.calibration import brier_score, calibration_error, reliability
-from bagu.train.preference_losses import bradley_terry, dpo, ipo, kto, simpo
+from bagu.train.preference.calibration import brier_score, calibration_error, reliability
+from bagu.train.preference.formulas import bradley_terry, dpo, ipo, kto, simpo
 
 DRAW = torch.Generator().manual_seed(0)
 W, L = (3 * torch.randn(64, dtype=torch.float64, generator=DRAW) for _ in range(2))

@@ -36,8 +36,8 @@ from bagu.lab.plot import COLOURS, INK
 from bagu.nn import Transformer
 from bagu.nn.score import with_score_head
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
-from bagu.train.objectives.dpo import PreferenceOptimization
-from bagu.train.objectives.reward import RewardModelling, answer_scores
+from bagu.train.preference.dpo import PreferenceOptimization
+from bagu.train.preference.reward import RewardModelling, answer_scores
 from bagu.train.rl.logprobs import segment_sums, token_logprobs
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Direct preference optimization and its variants: a policy learns from pairs of answers without a reward model.
 
-`variant` chooses the loss (train/preference_losses.py): dpo, ipo, simpo, or kto, which takes single answers with labels
+`variant` chooses the loss (formulas.py): dpo, ipo, simpo, or kto, which takes single answers with labels
 and also splits pairs into such.
 """
 
@@ -19,17 +19,17 @@ from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
-from bagu.train import preference_losses as losses
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS, TrainingData, check_causal
-from bagu.train.preference_objective import (
+from bagu.train.preference import formulas as losses
+from bagu.train.preference.preference_objective import (
     PreferenceData,
     PreferenceObjective,
     PreferenceTotals,
     preference_data,
     right_share,
 )
-from bagu.train.reference_cache import model_digest, with_reference
+from bagu.train.preference.reference_cache import model_digest, with_reference
 from bagu.train.rl.logprobs import segment_sums, token_logprobs
 from bagu.train.rl.reference import Reference
 from bagu.types import Batch

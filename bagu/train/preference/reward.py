@@ -16,11 +16,11 @@ from bagu.data.preference_batch import PreferenceBatch
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Output, Transformer
 from bagu.runs.display import Curve, Display, Headline, Table
-from bagu.train.calibration import BINS, brier_score, calibration_error, reliability
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS, RunSettings
-from bagu.train.preference_losses import bradley_terry
-from bagu.train.preference_objective import PreferenceObjective, PreferenceTotals, right_share
+from bagu.train.preference.calibration import BINS, brier_score, calibration_error, reliability
+from bagu.train.preference.formulas import bradley_terry
+from bagu.train.preference.preference_objective import PreferenceObjective, PreferenceTotals, right_share
 
 __all__ = ["RewardLoss", "RewardModelling", "answer_scores"]
 
