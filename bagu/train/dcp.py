@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bagu.errors import BaguError
-from bagu.train.sharded import ShardedParameters
+from bagu.train.memory.sharded import ShardedParameters
 from bagu.train.state import TrainState
 
 __all__ = ["load_dcp", "save_dcp"]

@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from bagu.train.sharded import Cut
+from bagu.train.memory.sharded import Cut
 
 __all__ = ["SavedTensors", "file_name", "write_parts"]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bagu.train.divided import DividedModel, buffers_of
+from bagu.train.memory.divided import DividedModel, buffers_of
+from bagu.train.memory.sharded import Cut, ShardedParameters
 from bagu.train.optim import Optimizer
-from bagu.train.sharded import Cut, ShardedParameters
 from bagu.train.state import TrainState
 
 __all__ = ["gathered_model", "gathered_optimizer", "set_local", "whole_shapes"]

@@ -23,7 +23,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling
-from bagu.train.flat import FlatParameters
+from bagu.train.memory.flat import FlatParameters
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.nn.linear import Linear
 from bagu.nn.model import Embedding
-from bagu.train.flat import ALIGN, FlatParameters, Role
+from bagu.train.memory.flat import ALIGN, FlatParameters, Role
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.muon import _stacks, orthogonalise
 

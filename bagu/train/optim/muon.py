@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from bagu.train.flat import Segment, Slot
+from bagu.train.memory.flat import Segment, Slot
+from bagu.train.memory.sharded import Piece
 from bagu.train.optim.rules import Now
-from bagu.train.sharded import Piece
 
 __all__ = ["MatrixParts", "mix_momentum", "muon", "muon_over_tp", "muon_part", "muon_part_over_tp", "orthogonalise"]
 

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 
 from bagu.machine.device import named_dtype
-from bagu.train.flat import FlatParameters, Role, Segment
+from bagu.train.memory.flat import FlatParameters, Role, Segment
+from bagu.train.memory.sharded import Cut, Piece, ShardedParameters
 from bagu.train.optim import rules
 from bagu.train.optim.config import OptimizerConfig
 from bagu.train.optim.muon import MatrixParts, mix_momentum, muon, muon_over_tp, muon_part, muon_part_over_tp
 from bagu.train.optim.rules import Now
-from bagu.train.sharded import Cut, Piece, ShardedParameters
 
 __all__ = ["Optimizer", "state_bytes"]
 

@@ -22,7 +22,7 @@ from bagu.machine.device import available_memory
 from bagu.nn import count
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
-from bagu.train.flat import FlatParameters, Role, roles
+from bagu.train.memory.flat import FlatParameters, Role, roles
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule
 

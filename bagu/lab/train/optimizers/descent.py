@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from bagu.lab.train.optimizers.problems import Problem
-from bagu.train.flat import FlatParameters
+from bagu.train.memory.flat import FlatParameters
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule
 

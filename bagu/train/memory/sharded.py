@@ -27,8 +27,8 @@ from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import Spread, SpreadOf, everywhere
 from bagu.parallel.zero import GatherOnUse, Unit
-from bagu.train.flat import ALIGN, GradientHooks, Role, Segment, Slot, master_dtype, roles, trained
-from bagu.train.gradients import DividedGradients, WholeGradients
+from bagu.train.memory.flat import ALIGN, GradientHooks, Role, Segment, Slot, master_dtype, roles, trained
+from bagu.train.memory.gradients import DividedGradients, WholeGradients
 
 __all__ = ["Cut", "Piece", "ShardedParameters", "Stage"]
 

@@ -30,7 +30,7 @@ from bagu.nn.linear import Linear
 from bagu.nn.moe import MoE
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import SpreadOf, everywhere
-from bagu.train.gradients import DividedGradients, WholeGradients
+from bagu.train.memory.gradients import DividedGradients, WholeGradients
 
 __all__ = ["ALIGN", "FlatParameters", "GradientHooks", "Role", "Segment", "Slot", "master_dtype", "roles", "trained"]
 
