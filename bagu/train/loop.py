@@ -25,11 +25,11 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.pipeline import Action
 from bagu.runs.observer import Observer
 from bagu.train import checkpoint
+from bagu.train.checkpoint.saving import Saver
 from bagu.train.interrupt import Interrupt
 from bagu.train.loss import BatchT_co, Loss, MicroBatch
 from bagu.train.meters import Meters
 from bagu.train.prepare import prepared
-from bagu.train.saving import Saver
 from bagu.train.stability import TrainingDiverged
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import StepResult, seed_step, step

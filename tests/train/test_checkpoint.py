@@ -19,8 +19,8 @@ from bagu.errors import ArgumentError
 from bagu.nn.config import MoEConfig
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, checkpoint, fit, loop, step
 from bagu.train.checkpoint import CheckpointError
+from bagu.train.checkpoint.saving import Saver
 from bagu.train.dcp import load_dcp, save_dcp
-from bagu.train.saving import Saver
 
 CONFIG = TrainConfig(steps=6, optimizer=OptimizerConfig(lr=0.01), save_every=2, keep_last=3)
 FACTS: dict[str, Any] = {"val_loss_nats": None}

@@ -16,11 +16,11 @@ import safetensors
 import torch
 
 from bagu.train.checkpoint.folder import KINDS, MANIFEST, PARTIAL, STATE, CheckpointError, path_of, sha256
+from bagu.train.checkpoint.saved_tensors import file_name, write_parts
+from bagu.train.checkpoint.whole_tensors import gathered_model, gathered_optimizer
 from bagu.train.memory.divided import buffers_of
 from bagu.train.memory.sharded import Cut
-from bagu.train.saved_tensors import file_name, write_parts
 from bagu.train.state import TrainState
-from bagu.train.whole_tensors import gathered_model, gathered_optimizer
 
 __all__ = ["Snapshot", "snapshot", "write"]
 
