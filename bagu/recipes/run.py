@@ -23,9 +23,9 @@ from bagu.parallel.model_parallel import check_model_parallel
 from bagu.parallel.pipeline import check_micro_batches
 from bagu.train.objective import Objective, RunSettings
 from bagu.train.objectives.language_modelling import LanguageModelling
+from bagu.train.objectives.token_objective import TokenObjective
 from bagu.train.rl.prompt_data import PromptObjective
 from bagu.train.state import TrainConfig, check_token_loss
-from bagu.train.token_objective import TokenObjective
 from bagu.train.upgrade import refuse_moved_settings, upgrade_run
 
 __all__ = ["LoraConfig", "Run", "TokenizerConfig", "load_run", "with_settings"]

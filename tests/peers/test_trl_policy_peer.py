@@ -13,7 +13,7 @@ from trl.trainer.distillation_trainer import _chunked_divergence_loss
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl_trainer import trainer
 
-from bagu.train.divergence import Head, divergence_loss
+from bagu.train.objectives.divergence import Head, divergence_loss
 from bagu.train.rl.formulas import clipped_policy_loss, importance_weights, kl_estimate, token_weights
 
 RELATIVE = 1e-5

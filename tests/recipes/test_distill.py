@@ -24,7 +24,7 @@ from bagu.recipes.training import train
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 from bagu.train.checkpoint import CheckpointError
-from bagu.train.distillation import DistillationLoss
+from bagu.train.objectives.distillation import DistillationLoss
 from bagu.types import IGNORE
 from tests.command import bagu
 

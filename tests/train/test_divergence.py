@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from bagu.train import divergence
-from bagu.train.divergence import Divergence, Head, divergence_loss
+from bagu.train.objectives import divergence
+from bagu.train.objectives.divergence import Divergence, Head, divergence_loss
 
 T, V = 11, 23
 KINDS = pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])

@@ -13,11 +13,11 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Display, Headline
-from bagu.train.distillation import DistillationLoss, TeacherObjective
 from bagu.train.objective import NO_MODELS, TrainingData
+from bagu.train.objectives.distillation import DistillationLoss, TeacherObjective
 from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY, LanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
-from bagu.train.token_objective import TokenObjective
+from bagu.train.objectives.token_objective import TokenObjective
 from bagu.types import Batch
 
 __all__ = ["Distillation"]

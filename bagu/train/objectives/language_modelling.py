@@ -15,7 +15,7 @@ from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.objective import TrainingData, check_causal
-from bagu.train.token_objective import TokenObjective, token_data
+from bagu.train.objectives.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
 __all__ = ["NEXT_TOKEN_DISPLAY", "LanguageModelling", "text_stores"]

@@ -15,7 +15,7 @@ from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline, Table
 from bagu.train.objective import RunSettings, TrainingData
 from bagu.train.objectives.language_modelling import text_stores
-from bagu.train.token_objective import TokenObjective, token_data
+from bagu.train.objectives.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
 __all__ = ["MaskedLanguageModelling"]

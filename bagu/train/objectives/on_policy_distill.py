@@ -15,10 +15,10 @@ from bagu.config import ConfigError
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.cross_entropy import TargetTotals
-from bagu.train.distillation import DistillationLoss, TeacherObjective
-from bagu.train.divergence import Divergence
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS
+from bagu.train.objectives.distillation import DistillationLoss, TeacherObjective
+from bagu.train.objectives.divergence import Divergence
 from bagu.train.rl.loader import RolloutConfig
 from bagu.train.rl.prompt_data import PromptObjective
 from bagu.train.rl.rollout import Answer, PackShape, RolloutBatch

@@ -19,7 +19,7 @@ from bagu.nn.config import ModelConfig
 from bagu.runs.display import Display
 from bagu.train.objective import RunSettings, TrainingData, check_causal, check_pretrained
 from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY
-from bagu.train.token_objective import TokenObjective, token_data
+from bagu.train.objectives.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
 __all__ = ["SupervisedFineTuning"]

@@ -17,9 +17,9 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.runs.display import Curve
 from bagu.train.cross_entropy import TargetTotals
-from bagu.train.divergence import Divergence, Head, divergence_loss
 from bagu.train.loss import BatchT, Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import Objective, check_causal
+from bagu.train.objectives.divergence import Divergence, Head, divergence_loss
 from bagu.types import IGNORE, Batch
 
 __all__ = ["DistillationLoss", "TeacherObjective"]
@@ -29,7 +29,7 @@ DIVERGENCES = {"forward": "KL(teacher‖student)", "reverse": "KL(student‖teac
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherObjective(Objective[BatchT]):
-    """Minimises the divergence of the student from `teacher`, a MODEL. train/divergence.py defines the divergences;
+    """Minimises the divergence of the student from `teacher`, a MODEL. divergence.py defines the divergences;
     `beta` is that of "jsd" (null: 0.5).
 
     Both distributions are taken at `temperature`, and the divergence is multiplied by its square, which keeps the size
