@@ -1,6 +1,7 @@
 """Compile candidates in other processes, while this one measures. Nothing runs there, and no GPU is used.
 
-Triton keeps what it compiles in its cache folder, so a candidate that is measured later is loaded from there.
+Triton keeps what it compiles in its cache folder, so a candidate that is measured later is loaded from there. All that
+comes back is whether the compiler made it: candidates are chosen by their measured times alone.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from types import TracebackType
 
 import torch
 
-from bagu.bench.cubin import resources
-from bagu.bench.tune_model import Build, Kernel
 from bagu.bench.tune_steps import Key, Target
 from bagu.machine.device import this_machine
 from bagu.ops.catalogue import SPECS
 from bagu.ops.core import Case
-from bagu.ops.offline import Launch, compile_launch, launches
-
-__all__ = ["Compiler", "Job", "build"]
+from bagu.ops.offline import compile_launch, launches
 
 START = "spawn"  # not fork: the parent has a CUDA context and threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """The seconds of a compilation, or the error of the compiler."""
+
+    error: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +89,8 @@ def build(job: Job) -> Build:
     began = time.monotonic()
     try:
         found = launches(SPECS[job.op], job.case, job.dtype, tuning={job.step: dict(job.options)}, only=job.step)
-        kernels = tuple(_kernel(launch, job.arch) for launch in found)
+        for launch in found:
+            compile_launch(launch, job.arch)
     except Exception as error:  # Triton, MLIR, ptxas: the errors of a compiler have no common base
         return Build(error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-    return Build(kernels=kernels, seconds=time.monotonic() - began)
-
-
-def _kernel(launch: Launch, arch: str) -> Kernel:
-    kernel = compile_launch(launch, arch)
-    found = resources(kernel.asm["cubin"])
-    programs = 1
-    for n in launch.grid if isinstance(launch.grid, tuple | list) else ():
-        programs *= int(n)
-    return Kernel(
-        programs=programs if isinstance(launch.grid, tuple | list) else None, warps=kernel.metadata.num_warps,
-        registers=found.registers, spills=found.stack, shared=kernel.metadata.shared,
-    )  # fmt: skip
+    return Build(seconds=time.monotonic() - began)

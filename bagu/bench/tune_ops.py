@@ -1,9 +1,9 @@
 """`bagu tune ops`: search the tuning space of Triton kernels on this GPU and store what is faster than the defaults.
 
-For each step (forward, backward) of each benchmark case, or of the shapes that were given: compile all candidates
-without running them and drop those that cannot run (tune_model.py); drop those whose roofline is above the default's
-time; select among the rest (selection.py); check the winner against the fp64 reference; store it. Every measurement is
-stored as soon as it is made.
+For each step (forward, backward) of each benchmark case, or of the shapes that were given: compile all candidates in
+other processes (tune_compile.py); time them in turn and select (selection.py); check the winner against the fp64
+reference; store it. Every measurement is stored as soon as it is made. A cost model once ordered the candidates; it
+ranked them no better than chance finds the best (docs/tuning.md), so there is none.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from bagu.bench.selection import MIN_GAIN, select
+from bagu.bench.selection import select
 from bagu.bench.sizing import dtype_named, input_bytes, shrink
-from bagu.bench.tune_compile import Compiler
-from bagu.bench.tune_model import Build, Forecast, Gpu, forecast
+from bagu.bench.tune_compile import Build, Compiler
 from bagu.bench.tune_steps import Key, Step, Target, kind_of, space, steps, targets
 from bagu.errors import BackendError, BaguError
-from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import driver_version, gpu
 from bagu.machine.environment import triton_version
 from bagu.machine.timing import Timing, flush_buffer, repeated_measure
@@ -32,8 +30,6 @@ from bagu.ops.core import Case, check
 from bagu.ops.node import paired
 from bagu.ops.tuning.lookup import device_name, kind_of_call, reload
 from bagu.ops.tuning.store import Kind, Measurement, Store, Winner, shipped_store, user_store, winners
-
-__all__ = ["gpu_timer", "main", "this_gpu", "tune"]
 
 CHECK_BYTES = 1 << 22  # of the inputs of a check: the reference runs nine times, in fp64 and fp32
 DRAWS = 3  # of the inputs of a check, where the default options fail it too
@@ -45,11 +41,11 @@ Timer = Callable[[Key], Timing]
 
 def main(
     names: Sequence[str] = (), *, cases: Sequence[str] = (), shapes: Sequence[str] = (), dtype: str | None = None,
-    budget: float = 300.0, again: bool = False, exhaustive: bool = False, store: Store | None = None,
+    budget: float = 300.0, again: bool = False, store: Store | None = None,
 ) -> int:  # fmt: skip
     """Tune the named ops, all with a tuning space by default, within `budget` seconds.
 
-    Steps that have a result are skipped, unless `again`. `exhaustive` measures also what the roofline rules out.
+    Steps that have a result are skipped, unless `again`.
     """
     console, store, kept = Console(highlight=False), store or user_store(), dtype_named(dtype or "bf16")
     todo = targets(names, cases, shapes, kept)
@@ -68,9 +64,8 @@ def main(
     todo = [target for kind, target in by_kind.items() if kind not in known]
     if len(todo) < len(by_kind):
         console.print(f"{len(by_kind) - len(todo)} steps have a result already and are skipped (--again: search them)")
-    machine = this_gpu(device)
     timer_of, searched = gpu_timer(flush_buffer(device)), 0
-    with Compiler(kept, machine.arch) as compiler:
+    with Compiler(kept, arch_of(device)) as compiler:
         queue = [compiler.begin(t, [(), *space(t.spec, t.step)]) for t in todo[:AHEAD]]
         for i, target in enumerate(todo):
             left = budget - (time.monotonic() - began)
@@ -82,10 +77,7 @@ def main(
             searched += 1
             try:
                 step = next(s for s in steps(target.spec, target.case, kept, device) if s.step == target.step)
-                winner = tune(
-                    step, store, seconds=left / (len(todo) - i), timer=timer_of(step), builds=queue[i],
-                    machine=machine, exhaustive=exhaustive,
-                )  # fmt: skip
+                winner = tune(step, store, seconds=left / (len(todo) - i), timer=timer_of(step), builds=queue[i])
                 console.print(_line(target, winner))
             except (BaguError, torch.OutOfMemoryError) as error:  # a case may be too large for this GPU
                 console.print(f"{target.spec.name} {target.case.name} {target.step}: {_first_line(error)}")
@@ -104,12 +96,9 @@ def _line(target: Target, winner: Winner) -> str:
     )
 
 
-def this_gpu(device: torch.device) -> Gpu:
-    found = gpu(device)
-    return Gpu(
-        arch=f"sm_{found.capability[0]}{found.capability[1]}", multiprocessors=found.multiprocessors,
-        ceilings=measure_ceilings(device, quick=True),
-    )  # fmt: skip
+def arch_of(device: torch.device) -> str:
+    """ "sm_90" of an H200."""
+    return "sm_{}{}".format(*gpu(device).capability)
 
 
 def gpu_timer(scrub: torch.Tensor) -> Callable[[Step], Timer]:
@@ -137,19 +126,15 @@ class _Book:
     kind: Kind
     store: Store
     timer: Timer
-    known: Forecast[Key]
-    measured: set[Key] = field(default_factory=set)
+    compile_s: dict[Key, float]  # of candidates without a record yet
 
     def add(self, key: Key, status: str, reason: str = "", timing: Timing | None = None, seconds: float = 0.0) -> None:
-        build = self.known.builds.get(key, Build())
         times: dict[str, Any] = {} if timing is None else asdict(timing)
         record = Measurement(
             kind=self.kind, options=dict(key), status=status, reason=reason, **times, dims=self.step.dims,
-            seconds=seconds + (0.0 if key in self.measured else build.seconds), compiled=build.summary,
-            predicted_s=self.known.predicted.get(key), environment=environment(),
+            seconds=seconds + self.compile_s.pop(key, 0.0), environment=environment(),
         )  # fmt: skip
         self.store.append(record)
-        self.measured.add(key)
 
     def measure(self, key: Key) -> float:
         """The median time, or infinity if the call raises."""
@@ -166,26 +151,21 @@ class _Book:
 
 
 def tune(
-    step: Step, store: Store, *, seconds: float, timer: Timer, builds: Callable[[Key], Build] | None = None,
-    machine: Gpu | None = None, exhaustive: bool = False,
-) -> Winner:  # fmt: skip
-    """Search one step, and store the measurements and the result. Without `builds` and `machine` nothing is compiled
-    before it is measured."""
+    step: Step, store: Store, *, seconds: float, timer: Timer, builds: Callable[[Key], Build] = lambda key: Build()
+) -> Winner:
+    """Search one step, and store the measurements and the result. `builds` waits until a candidate is compiled; by
+    default nothing is compiled before it is measured."""
     points = space(step.spec, step.step)
-    known: Forecast[Key] = Forecast()
-    if builds is not None and machine is not None:
-        known = forecast((), {key: builds(key) for key in ((), *points)}, step.cost, machine)
+    made = {key: builds(key) for key in ((), *points)}
     began = time.monotonic()  # compilation runs beside the search of other steps
     kind = kind_of_call(step.spec, step.step, step.args)
-    book = _Book(step=step, kind=kind, store=store, timer=timer, known=known)
-    for key in (key for key in points if key in known.refused):
-        book.add(key, *known.refused[key])
-    if (base_s := book.measure(())) == math.inf:
+    compile_s = {key: build.seconds for key, build in made.items()}
+    book = _Book(step=step, kind=kind, store=store, timer=timer, compile_s=compile_s)
+    running = [key for key in points if not made[key].error]
+    for key in (key for key in points if made[key].error):
+        book.add(key, "compile", made[key].error)
+    if book.measure(()) == math.inf:
         raise BaguError(f"{step.spec.name} {step.case.name} {step.step} fails with its default options")
-    running = sorted((key for key in points if key not in known.refused), key=known.order)
-    for key in [] if exhaustive else [key for key in running if MIN_GAIN * known.least.get(key, 0.0) > base_s]:
-        book.add(key, "roofline", f"at least {1e6 * known.least[key]:.1f} us")
-        running.remove(key)
     found = select((), running, book.measure, deadline=began + seconds)
     chosen: Key = ()
     verdict = "wrong" if found.faster else "no significant winner"

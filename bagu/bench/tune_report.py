@@ -20,10 +20,6 @@ from bagu.ops.tuning.missing import missing
 from bagu.ops.tuning.source import source_hash
 from bagu.ops.tuning.store import Kind, Store, kind_fields, merge, shipped_store, user_store, winners
 
-__all__ = [
-    "HEADS", "current", "facts", "merge_stores", "sentences", "show_missing", "show_report", "steps_lines", "totals",
-]  # fmt: skip
-
 
 def show_missing(console: Console | None = None, *, as_json: bool = False) -> None:
     """The listed calls that still find no tuning."""
@@ -60,8 +56,7 @@ def show_report(names: Sequence[str] = (), console: Console | None = None, *, as
     """All steps in one table, or each search of the named ops; then the totals.
 
     Columns: searches that found faster options, geometric mean and most of the gain over the defaults, mean regret
-    against the whole space, mean rank correlation of predicted and measured times, time spent; of a single search also
-    the place of its fastest options in the order of the cost model.
+    against the whole space, time spent.
     """
     for name in names:
         if name not in SPECS:
@@ -98,8 +93,7 @@ def facts(search: Search) -> dict[str, Any]:
     return {
         **kind_fields(w.kind), "dims": dict(w.dims), "options": dict(w.options), "verdict": w.verdict,
         "stale": not current(w.kind), "speedup": w.speedup, "default_s": default, "searched": w.searched,
-        "space": w.space, "seconds": w.seconds, "regret": search.regret, "rank_correlation": search.correlation,
-        "rank_of_the_best": search.best_rank,
+        "space": w.space, "seconds": w.seconds, "regret": search.regret,
     }  # fmt: skip
 
 
@@ -116,14 +110,7 @@ def totals(found: Sequence[Search]) -> dict[str, Any]:
         "default_within_2_percent": sum(s.gap is not None and s.gap <= 1.02 for s in found),
         "whole_spaces": sum(s.whole for s in found), "mean_regret": _mean([s.regret for s in found]),
         "largest_regret": max((r for s in found if (r := s.regret) is not None), default=None),
-        "mean_rank_correlation": _mean([s.correlation for s in found]),
-        "best_in_the_first_quarter": _mean([_in_first_quarter(s) for s in found]),
     }  # fmt: skip
-
-
-def _in_first_quarter(search: Search) -> float | None:
-    rank, count = search.best_rank, len([p for p in search.timed if p.options])
-    return None if rank is None else float(rank <= max(1, round(count / 4)))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -148,12 +135,6 @@ def sentences(found: Sequence[Search]) -> list[str]:
             f"Regret: in {t['whole_spaces']} searches all options that can run were measured; the chosen ones are "
             f"{t['mean_regret']:.2%} slower than the best on average, {t['largest_regret']:.1%} at most."
         )
-    if t["mean_rank_correlation"] is not None:
-        words.append(
-            f"Cost model: rank correlation of predicted and measured times {t['mean_rank_correlation']:.2f} on "
-            f"average; in {t['best_in_the_first_quarter']:.0%} of the searches the fastest was in the model's first "
-            "quarter."
-        )
     return words
 
 
@@ -168,7 +149,7 @@ def _dropped(found: Sequence[Search]) -> str:
     return "".join(f", {counts[status]} {words}" for status, words in reasons.items() if counts[status])
 
 
-HEADS = ("op", "step", "faster", "gain", "most", "regret", "corr.", "time")
+HEADS = ("op", "step", "faster", "gain", "most", "regret", "time")
 
 
 def steps_lines(found: Sequence[Search]) -> list[tuple[str, ...]]:
@@ -179,9 +160,9 @@ def steps_lines(found: Sequence[Search]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for (op, step), own in sorted(by_step.items()):
         t, most = totals(own), max(s.winner.speedup for s in own)
-        regret, correlation = _shown(t["mean_regret"], "{:.1%}"), _shown(t["mean_rank_correlation"], "{:.2f}")
+        regret = _shown(t["mean_regret"], "{:.1%}")
         gains = f"{t['gain']:.3f}×", f"{most:.2f}×"
-        lines.append((op, step, f"{t['faster']} of {len(own)}", *gains, regret, correlation, f"{t['seconds']:.0f} s"))
+        lines.append((op, step, f"{t['faster']} of {len(own)}", *gains, regret, f"{t['seconds']:.0f} s"))
     return lines
 
 
@@ -189,18 +170,17 @@ def _each(found: Sequence[Search]) -> list[tuple[str, ...]]:
     """A line per search: what was searched and chosen, then the columns of EACH."""
     lines: list[tuple[str, ...]] = []
     for s in found:
-        w, count = s.winner, len([p for p in s.timed if p.options])
+        w = s.winner
         modes = (f"{k}={v}" for k, v in w.kind.modes)
         words = ", ".join(f"{k}={v}" for k, v in w.options.items()) or f"default ({w.verdict})"
         lines.append((
             " ".join([w.kind.op, w.kind.step, _dims(w.dims), *modes]), words, f"{w.speedup:.3f}×",
-            _shown(s.regret, "{:.1%}"), _shown(s.correlation, "{:.2f}"), _shown(s.best_rank, f"{{}} of {count}"),
-            f"{w.searched}/{w.space}",
+            _shown(s.regret, "{:.1%}"), f"{w.searched}/{w.space}",
         ))  # fmt: skip
     return lines
 
 
-EACH = ("search", "options", "gain", "regret", "corr.", "best at", "measured")
+EACH = ("search", "options", "gain", "regret", "measured")
 
 
 def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:

@@ -1,15 +1,12 @@
-"""What a store says about each search: its points, gain, regret, and how well the cost model ranked them."""
+"""What a store says about each search: its points, gain and regret."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bagu.bench.ranks import spearman
 from bagu.ops.tuning.store import Kind, Measurement, Record, Winner, winners
-
-__all__ = ["Point", "Search", "searches", "summarized"]
 
 Key = tuple[tuple[str, int | None], ...]
 
@@ -21,7 +18,6 @@ class Point:
     options: Key
     status: str  # of the last
     median_s: float  # of the medians; 0 unless it was timed
-    predicted_s: float | None
     samples: int
     seconds: float
     timed: bool
@@ -58,23 +54,6 @@ class Search:
         default = [p.median_s for p in self.timed if not p.options]
         return default[0] / min(p.median_s for p in self.timed if p.status != "wrong") if default else None
 
-    @property
-    def correlation(self) -> float | None:
-        """The rank correlation of predicted and measured times; None below three points."""
-        pairs = self._pairs()
-        return spearman(*zip(*pairs, strict=True)) if len(pairs) >= 3 else None
-
-    @property
-    def best_rank(self) -> int | None:
-        """The place of the fastest point in the order of the cost model: 1 is first. Equal predictions count as
-        earlier."""
-        pairs = self._pairs()
-        best = min(pairs, key=lambda pair: pair[1])[0] if pairs else 0.0
-        return sum(predicted <= best for predicted, _ in pairs) if len(pairs) >= 3 else None
-
-    def _pairs(self) -> list[tuple[float, float]]:
-        return [(p.predicted_s, p.median_s) for p in self.timed if p.options and p.predicted_s is not None]
-
 
 def searches(records: Iterable[Record]) -> list[Search]:
     """The searches of a store, by the order of their results."""
@@ -92,7 +71,7 @@ def _point(key: Key, own: Sequence[Measurement]) -> Point:
     times = [m.median_s for m in own if m.median_s is not None]
     return Point(
         options=key, status=own[-1].status, median_s=statistics.median(times) if times else 0.0,
-        predicted_s=own[-1].predicted_s, samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
+        samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
         timed=bool(times),
     )  # fmt: skip
 
@@ -112,10 +91,7 @@ def _combined(own: Sequence[Measurement]) -> Measurement:
         values = [getattr(m, name) for m in own if getattr(m, name) is not None]
         return statistics.median(values) if values else None
 
-    last = own[-1]
-    return Measurement(
-        kind=last.kind, options=last.options, status=last.status, reason=last.reason, median_s=median("median_s"),
-        low_s=median("low_s"), high_s=median("high_s"), samples=sum(m.samples for m in own),
-        seconds=sum(m.seconds for m in own), predicted_s=last.predicted_s, compiled=last.compiled, dims=last.dims,
-        environment=last.environment,
+    return replace(
+        own[-1], median_s=median("median_s"), low_s=median("low_s"), high_s=median("high_s"),
+        samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
     )  # fmt: skip

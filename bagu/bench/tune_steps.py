@@ -9,17 +9,14 @@ from typing import Any
 
 import torch
 
-from bagu.bench.roofline import costs
-from bagu.bench.sizing import bench_inputs, first_tensor, forward_bytes, parse_size, resize
+from bagu.bench.sizing import bench_inputs, forward_bytes, parse_size, resize
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, Cost, OpSpec
+from bagu.ops.core import Case, OpSpec
 from bagu.ops.link import received, selective
 from bagu.ops.signature import Dims, sizes
 from bagu.ops.tuning.lookup import kind_of_call
 from bagu.ops.tuning.store import Kind
-
-__all__ = ["Key", "Step", "Target", "kind_of", "space", "steps", "targets"]
 
 Key = tuple[tuple[str, int | None], ...]  # options as a value that can be hashed; () is the default
 
@@ -43,7 +40,6 @@ class Step:
     step: str
     args: Mapping[str, Any]
     dims: Mapping[str, int]
-    cost: Cost | None  # None if the spec does not say
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -112,10 +108,9 @@ def steps(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | s
     tunable = _tunable(spec)
     args = bench_inputs(spec, case, dtype, device)
     dims = spec.bind(args)
-    cost = costs(spec, dims, first_tensor(spec, args).dtype)
     common: dict[str, Any] = {"spec": spec, "case": case, "dtype": dtype, "dims": _named(spec, dims)}
     if "forward" in tunable:
-        yield Step(**common, step="forward", args=args, cost=cost["fwd"])
+        yield Step(**common, step="forward", args=args)
     if "backward" in tunable and spec.grads:
         made = spec.empty_results(args) if torch.device(device).type == "meta" else module.forward(**args)
         results = dict(zip((r.name for r in spec.sig.results), made, strict=True))
@@ -124,7 +119,7 @@ def steps(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | s
         given = {a.name: known[a.name] for a in received(spec)}
         if selective(module.backward):
             given["needs"] = dict.fromkeys(spec.made, True)
-        yield Step(**common, step="backward", args=given, cost=cost.get("bwd"))
+        yield Step(**common, step="backward", args=given)
 
 
 def _named(spec: OpSpec, dims: Dims) -> dict[str, int]:

@@ -24,9 +24,6 @@ def tune_ops(
     dtype: OpDtype = None,
     budget: Annotated[str, Option(metavar="TIME", help="Time to spend in all, e.g. 300s or 5m.")] = "300s",
     again: Annotated[bool, Option("--again", help="Search also what has a result already.")] = False,
-    exhaustive: Annotated[
-        bool, Option("--exhaustive", help="Measure also the options that the roofline rules out.")
-    ] = False,
 ) -> None:
     """Measure the tuning space of Triton kernels and store what is faster than the defaults."""
     from bagu.bench import tune_ops as part
@@ -34,7 +31,6 @@ def tune_ops(
 
     status = part.main(
         names or (), cases=case or (), shapes=shapes or (), dtype=dtype, budget=parse_seconds(budget), again=again,
-        exhaustive=exhaustive,
     )  # fmt: skip
     raise typer.Exit(status)
 
@@ -52,7 +48,7 @@ def tune_report(
     names: Annotated[list[str] | None, Argument(metavar="NAME", help="Show each search of these ops.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report time spent, gain over the defaults, regret against the whole space, and how well the cost model ranked."""
+    """Report time spent, gain over the defaults, and regret against the whole space."""
     from bagu.bench.tune_report import show_report
 
     show_report(names or (), as_json=as_json)

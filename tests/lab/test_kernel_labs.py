@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bagu.bench.ranks import ranks
 from bagu.lab.core import Row
 from bagu.lab.gpu import autotuning, fusion, implicit_gemm, occupancy
 from bagu.lab.numerics import int8_matmul
 from bagu.lab.parts.confidence import of_ratio
-from bagu.lab.parts.ranks import rank_correlation
+from bagu.lab.parts.ranks import rank_correlation, ranks
 from bagu.lab.parts.rounding_noise import mean_square_peak
 
 
@@ -180,8 +179,16 @@ def test_autotuning_flips() -> None:
     assert kind(far, ranked) == "held"
     assert kind(far, wrong) == kind(near, ranked) == "holds only where"
     assert kind(near, wrong) == "did not hold"
-    random, by_model = autotuning.curves(tuning_rows("a", far, ranked), 0.25)
-    assert (random, by_model) == pytest.approx((sum(far) / 4, 1.0))
+    rows = tuning_rows("a", far, ranked)
+    both = [autotuning.curve(rows, 0.25, by_model=m) for m in (False, True)]
+    assert both == pytest.approx([sum(far) / 4, 1.0])
+
+
+def test_autotuning_without_a_model_says_what_the_model_of_the_gpu_was_worth() -> None:
+    rows = [{**row, "predicted_us": None} for n in "abc" for row in tuning_rows(n, [2.0, 1.8, 1.5, 1.0], [1.0] * 4)]
+    found = autotuning.verdict(rows)
+    assert found.kind == "holds only where"  # the defaults are far off; the model did not rank
+    assert all(words in found.sentence_en for words in ("198 searches", "1.012", "0.38", "27%", "which is chance"))
 
 
 def test_the_tiles_of_a_norm_are_tuned_by_the_selection() -> None:

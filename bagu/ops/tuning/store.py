@@ -47,9 +47,9 @@ class Kind:
 class Measurement:
     """One measurement of one set of options. A search measures each set several times, in turn.
 
-    `status` is "ok", or why there is no time: "compile" (it does not compile), "resources" (too many registers or too
-    much shared memory), "spills", "roofline" (it cannot be faster than the defaults), "failed" (the launch raised) or
-    "wrong" (fast, but its results differ from the reference).
+    `status` is "ok", or why there is no time: "compile" (it does not compile), "failed" (the launch raised) or "wrong"
+    (fast, but its results differ from the reference). Lines of searches with a cost model also have "resources",
+    "spills" and "roofline": dropped before they were timed.
     """
 
     kind: Kind
@@ -61,8 +61,6 @@ class Measurement:
     high_s: float | None = None
     samples: int = 0
     seconds: float = 0.0  # spent on it, compilation included
-    predicted_s: float | None = None  # by the cost model
-    compiled: Mapping[str, int] = field(default_factory=dict)  # registers, spills and shared memory of its kernels
     dims: Mapping[str, int] = field(default_factory=dict)  # of the op's signature
     environment: Mapping[str, Any] = field(default_factory=dict)  # memory, driver, Triton, torch
 
@@ -178,7 +176,9 @@ def parse(line: bytes) -> Record | None:
         fields = json.loads(line)
         if fields.pop("version") != VERSION:
             return None
-        return KINDS[fields.pop("record")](**fields | {"kind": parse_kind(fields["kind"])})
+        made = KINDS[fields.pop("record")]
+        known = {k: v for k, v in fields.items() if k in made.__dataclass_fields__}  # older lines have a prediction
+        return made(**known | {"kind": parse_kind(fields["kind"])})
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
