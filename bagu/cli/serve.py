@@ -55,6 +55,9 @@ def serve(
     allow_adapter_loading: Annotated[
         bool, Option("--allow-adapter-loading", help="Let requests load adapters from this machine's folders.")
     ] = False,
+    embeddings: Annotated[
+        bool, Option("--embeddings", help="Serve a decoder's embeddings (its last token's state), not its text.")
+    ] = False,
     invariant: Annotated[bool, Option("--invariant", help="Bitwise equal results at any batch size; slower.")] = False,
     seed: Annotated[int, Option(help="Seed for the requests that do not set one.")] = 0,
     generation_config: Annotated[
@@ -88,7 +91,7 @@ def serve(
             "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": enable_prefix_caching,
             "quantization": quantization, "invariant": invariant, "seed": seed, "tp": tp, "speculative": speculative,
             "speculative_tokens": speculative_tokens, "tool_parser": tool_parser,
-            "reasoning_parser": reasoning_parser,
+            "reasoning_parser": reasoning_parser, "embeddings": embeddings,
             **adapter_settings(
                 adapter or (), max_adapters=max_adapters, max_rank=max_adapter_rank, allow_loading=allow_adapter_loading
             ),

@@ -92,6 +92,7 @@ class EngineConfig:
     max_adapters: int = 0  # LoRA adapters that can be loaded at the same time; 0: none
     max_adapter_rank: int = 16
     allow_adapter_loading: bool = False  # by requests: the server then reads paths that clients name
+    embeddings: bool = False  # serve the embeddings of a decoder instead of its text
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
     seed: int = 0  # seeds the requests that have no seed

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
 
     from bagu.nn.model import Transformer
 
-__all__ = ["Encoder", "embed", "score"]
+__all__ = ["Encoder", "embed", "embed_last", "score"]
 
 Text = Sequence[int]
 Vector = list[float]
@@ -34,7 +34,7 @@ class _Call:
 
 
 class Encoder:
-    """Encodes texts into vectors with `encode` (`embed` or `score`); `step` runs one batch."""
+    """Encodes texts into vectors with `encode` (`embed`, `embed_last` or `score`); `step` runs one batch."""
 
     def __init__(
         self,
@@ -108,14 +108,29 @@ def embed(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
         return (total / total.norm(dim=1, keepdim=True)).tolist()  # the norm cancels the text's length
 
 
+def embed_last(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
+    """One unit vector per text: the normalized hidden state of its last token, the only one of a decoder that depends
+    on the whole text."""
+    import torch
+
+    with torch.inference_mode():
+        last = _last(model, texts).float()
+        return (last / last.norm(dim=1, keepdim=True)).tolist()
+
+
 def score(model: Transformer, texts: Sequence[Text]) -> list[Vector]:
     """One number per text: the score of a reward model at its last token."""
     import torch
 
     assert model.score is not None, "only a model with a score head is served this way"
     with torch.inference_mode():
-        hidden, lengths = _hidden(model, texts)
-        return model.score(hidden[(lengths.cumsum(0) - 1).to(hidden.device)]).unsqueeze(1).tolist()
+        return model.score(_last(model, texts)).unsqueeze(1).tolist()
+
+
+def _last(model: Transformer, texts: Sequence[Text]) -> torch.Tensor:
+    """The hidden state of the last token of each text."""
+    hidden, lengths = _hidden(model, texts)
+    return hidden[(lengths.cumsum(0) - 1).to(hidden.device)]
 
 
 def _hidden(model: Transformer, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor]:

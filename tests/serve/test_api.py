@@ -176,6 +176,13 @@ def test_null_means_default_and_unknown_fields_are_ignored(tiny: Running) -> Non
     assert post(tiny, TEXT, body).status_code == 200
 
 
+def test_a_chat_accepts_store_and_metadata(client: openai.OpenAI, tiny: Running) -> None:
+    found = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=2, store=True, metadata={"run": "7"})
+    assert found.usage is not None and found.usage.completion_tokens
+    fields = tiny.get("/openapi.json")["components"]["schemas"]["ChatBody"]["properties"]
+    assert "no chat completion is stored" in fields["store"]["description"]
+
+
 def test_a_number_without_a_fraction_is_an_integer(tiny: Running) -> None:
     ask = b'{"prompt": [5.0, 6], "max_tokens": 3.0, "seed": 1e1, "ignore_eos": true}'
     assert post(tiny, TEXT, ask).json()["usage"]["completion_tokens"] == 3

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tiny_server import MAX_LEN, MODEL, Running, eventually, gone, openai_client, running_server
+from tiny_server import KEY, MAX_LEN, MODEL, Running, eventually, gone, load, openai_client, running_server
 
 from bagu.serve.http.schemas import EmbeddingList
 
@@ -47,6 +47,28 @@ def test_the_openai_client_gets_vectors_of_length_1(encoder: Running) -> None:
     vector = alone.data[0].embedding
     assert both.data[1].embedding == pytest.approx(vector, abs=1e-5) != both.data[0].embedding
     assert math.isclose(sum(x * x for x in vector), 1, rel_tol=1e-5)
+
+
+def test_a_decoder_embeds_the_normalized_state_of_its_last_token(tmp_path: Path) -> None:
+    import torch
+
+    model, tokenizer, _ = load()
+    texts = ["hello world", "def f(x)", "hello"]
+    with running_server(tmp_path / "stderr", "--embeddings") as server:
+        answer = EmbeddingList.model_validate(embed(server, texts).json(), strict=True)
+        refused = server.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
+    assert (refused.status_code, "use /v1/embeddings" in refused.text) == (400, True)
+    for text, found in zip(texts, answer.data, strict=True):
+        ids = torch.tensor(tokenizer.encode(text))
+        with torch.inference_mode():
+            ends = torch.tensor([0, len(ids)], dtype=torch.int32)
+            last = model(ids, torch.arange(len(ids)), ends, len(ids)).hidden[-1]
+        assert found.embedding == pytest.approx((last / last.norm()).tolist(), abs=1e-5)
+
+
+def test_a_server_that_generates_says_how_to_get_embeddings(tiny: Running) -> None:
+    answer = tiny.http.post("/v1/embeddings", json={"input": "hello"}, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 400 and "--embeddings" in answer.json()["error"]["message"]
 
 
 def test_texts_are_split_into_batches_within_the_token_budget(encoder: Running) -> None:

@@ -170,6 +170,7 @@ if __name__ == "__main__":
     parser.add_argument("--api-key")
     parser.add_argument("--allowed-origins", nargs="*", default=())
     parser.add_argument("--kind", choices=("generator", "encoder", "reward"), default="generator")
+    parser.add_argument("--embeddings", action="store_true")
     parser.add_argument("--template", type=Path)
     parser.add_argument("--broken", action="store_true")
     parser.add_argument("--stall-timeout", type=float, default=60.0)
@@ -192,6 +193,7 @@ if __name__ == "__main__":
             max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
             max_model_len=given.max_model_len, tp=given.tp, adapters=tuple(map(tuple, given.adapter)),
             max_adapters=given.max_adapters, max_adapter_rank=4, allow_adapter_loading=given.allow_adapter_loading,
+            embeddings=given.embeddings,
         ),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
         request_timeout=given.request_timeout, log_format=given.log_format, otlp_endpoint=given.otlp_endpoint,

@@ -34,6 +34,10 @@ class ChatBody(ToolFields, Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = Field(None, description="accepted and not used: chat completions are not stored")
+    store: bool | None = Field(
+        None, description="accepted and not used: no chat completion is stored; POST /v1/responses stores its responses"
+    )
 
     def refuse_unsupported(self) -> None:
         """Functions, the older name of tools, are accepted with function_call "none"."""

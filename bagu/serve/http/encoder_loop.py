@@ -1,4 +1,4 @@
-"""The main loop of the engine process for an encoder or a reward model: a step is a batch of texts."""
+"""The main loop of the engine process for a model that does not generate: a step is a batch of texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from bagu.errors import ArgumentError
 from bagu.serve.config import EngineConfig
-from bagu.serve.embedding import Encoder, embed, score
+from bagu.serve.embedding import Encoder, embed, embed_last, score
 from bagu.serve.http.inbox import Messages, take_messages
 from bagu.serve.http.pipe import Cancel, Chat, Embed, GetStats, Ready, Result, StepEvents, Stop
 from bagu.serve.http.wire import send, send_step
@@ -28,8 +28,10 @@ def serve_encoder(
         raise ArgumentError(f"tp = {config.tp} with an encoder model", hint="encoders run on one rank: use tp=1")
     if config.max_adapters:
         raise ArgumentError("LoRA adapters with an encoder model", hint="adapters are for models that generate")
+    if config.embeddings and model.config.score_head:
+        raise ArgumentError("embeddings of a reward model", hint="leave out --embeddings: it is served by /v1/score")
     model.mlm = None  # embeddings do not use the masked language modelling head
-    encode = score if model.config.score_head else embed
+    encode = score if model.config.score_head else embed_last if model.config.causal else embed
     encode(model, [(0,)])
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     vocab_size = model.config.vocab_size

@@ -54,7 +54,7 @@ _OUTPUTS: Fields = {  # more fields in the response
     "return_cached_tokens_details": (False,), "return_full_text": (False,), "return_progress": (False,),
     "return_meta_info": (False,), "return_prompt_token_ids": (False,), "decoder_input_details": (False,),
     "details": (False,), "post_sampling_probs": (False,), "timings_per_token": (False,), "response_fields": (),
-    "store": (False,), "background": (False,), "logprob_start_len": (-1,), "prompt_logprob_start_len": (),
+    "background": (False,), "logprob_start_len": (-1,), "prompt_logprob_start_len": (),
 }  # fmt: skip
 _MODELS: Fields = _never(
     "audio prediction web_search_options reasoning reasoning_effort thinking think moderation cache_salt image_data "

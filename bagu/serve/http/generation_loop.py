@@ -99,7 +99,7 @@ class _Loop:
         elif isinstance(message, GetStats):
             send(self.pipe, Result(message.call, self.engine.stats()))
         elif isinstance(message, Embed):
-            send(self.pipe, Result(message.call, None, "this model generates text; only encoder models embed"))
+            send(self.pipe, Result(message.call, None, "this server generates text and has no embeddings"))
 
 
 def _first_tokens(events: Sequence[Event], waiting: dict[str, float]) -> list[tuple[float, float]]:

@@ -218,8 +218,10 @@ class EmbeddingBody(Body):
     def texts(self, ready: Ready) -> list[list[int]]:
         self.refuse_unsupported()
         if not ready.embeds:
-            what = "generates" if ready.generates else "scores"
-            raise ApiError(400, f"this model {what} text and has no embeddings", hint="use an encoder such as BERT")
+            if ready.generates:
+                hint = "start a server of this model with --embeddings, which pools the last state; or use an encoder"
+                raise ApiError(400, "this server generates text and has no embeddings", hint=hint)
+            raise ApiError(400, "this model scores text and has no embeddings", hint="use an encoder such as BERT")
         texts = encode_all(self.input, ready, "input")
         tokens_left(texts, 0, ready.max_model_len, "input")
         return texts

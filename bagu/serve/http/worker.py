@@ -65,7 +65,7 @@ def _prepare(
 ) -> Callable[[], None]:
     """Load the model and warm it up; returns the function that serves it."""
     model, tokenizer, chat = load()
-    if not model.config.causal or model.config.score_head:
+    if config.embeddings or not model.config.causal or model.config.score_head:
         return partial(serve_encoder, pipe, messages, model, tokenizer, chat, config)
     from bagu.serve.engine import Engine
     from bagu.serve.speculation.draft_model import DraftSource
