@@ -335,10 +335,3 @@ def test_a_setting_of_another_kind_says_which(setting: str, hint: str) -> None:
     with pytest.raises(BaguError) as caught:
         override(Tree(), [setting])
     assert caught.value.hint == hint
-
-
-def test_an_older_layout_is_upgraded_when_it_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "old.json").write_text('{"step_count": 7}')
-    assert load(Tree, tmp_path / "old.json", upgrade=lambda data: {"steps": data["step_count"]}).steps == 7
-    with pytest.raises(BaguError, match=r"old\.json: .*step_count"):
-        load(Tree, tmp_path / "old.json")

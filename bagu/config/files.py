@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,12 +27,11 @@ def save(config: Any, path: str | os.PathLike[str]) -> None:
     write_atomic(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def load(cls: type[C], path: str | os.PathLike[str], *, upgrade: Callable[[Any], Any] | None = None) -> C:
-    """Read the tree from a JSON file. `upgrade` converts JSON of an older layout to the current one."""
+def load(cls: type[C], path: str | os.PathLike[str]) -> C:
+    """Read the tree from a JSON file."""
     path = Path(path)
     try:
-        data = parse(path.read_text(encoding="utf-8"))
-        return from_dict(cls, data if upgrade is None else upgrade(data))
+        return from_dict(cls, parse(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} does not exist", hint="check the path") from None
     except (OSError, UnicodeDecodeError) as error:

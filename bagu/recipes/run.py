@@ -26,7 +26,6 @@ from bagu.train.objectives.language_modelling import LanguageModelling
 from bagu.train.objectives.token_objective import TokenObjective
 from bagu.train.rl.prompt_data import PromptObjective
 from bagu.train.state import TrainConfig, check_token_loss
-from bagu.train.upgrade import refuse_moved_settings, upgrade_run
 
 __all__ = ["LoraConfig", "Run", "TokenizerConfig", "load_run", "with_settings"]
 
@@ -182,17 +181,16 @@ class Run:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in a config.json, of the current or the older layout."""
-    return configs.load(Run, path, upgrade=upgrade_run)
+    """The run in a config.json."""
+    return configs.load(Run, path)
 
 
 def with_settings(run: Run, settings: Sequence[str]) -> Run:
-    """`run` changed by settings like "train.optimizer.lr=3e-4"; raises for a key that has moved, with its new name.
+    """`run` changed by settings like "train.optimizer.lr=3e-4".
 
     A setting of a source that the run does not have adds one only if its path is given: with a mistyped name, the
     default path would train on the standard library too.
     """
-    refuse_moved_settings(settings)
     changed = configs.override(run, settings)
     keys = {setting.partition("=")[0].strip() for setting in settings}
     for name in changed.sources.keys() - run.sources.keys():

@@ -33,7 +33,6 @@ from bagu.train.prepare import prepared
 from bagu.train.stability import TrainingDiverged
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import StepResult, seed_step, step
-from bagu.train.upgrade import upgrade_checkpoint
 
 __all__ = ["Batches", "Begin", "Evaluate", "FitResult", "Sample", "fit"]
 
@@ -296,7 +295,7 @@ class _Run:
         if resume:
             self.notify("rewind", self.state.step)
         if path is not None:
-            changed = diff(upgrade_checkpoint(checkpoint.state_of(path)["config"], self.settings), self.settings)
+            changed = diff(checkpoint.state_of(path)["config"], self.settings)
             self.notify("on_event", "resume", self.state.step, checkpoint=path.name, changed=changed)
 
     def _restored(self) -> tuple[Path | None, list[checkpoint.BadCheckpoint]]:

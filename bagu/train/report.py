@@ -28,7 +28,6 @@ from bagu.runs.folder import RunFolder
 from bagu.runs.html import facts, grid, text, text_of
 from bagu.runs.observer import ROUTINE_EVENTS
 from bagu.train.objective import Objective
-from bagu.train.upgrade import upgrade_run
 
 __all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
 
@@ -198,7 +197,7 @@ def display_of(run: Run) -> Display:
 def objective_of(run: Run) -> Objective[Any] | None:
     """The objective of a run; None if this version has no such objective."""
     try:
-        return configs.from_dict(Shown, {"objective": upgrade_run(run.config)["objective"]}).objective
+        return configs.from_dict(Shown, {"objective": run.config.get("objective")}).objective
     except BaguError:
         return None
 

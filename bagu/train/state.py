@@ -18,14 +18,13 @@ from bagu.parallel.mesh import Mesh, MeshConfig
 from bagu.parallel.pipeline import Schedule
 from bagu.parallel.spread import SpreadOf, everywhere
 from bagu.train.cross_entropy import CrossEntropy
-from bagu.train.loss import Loss
+from bagu.train.loss import Loss, TokenLoss
 from bagu.train.memory.divided import DividedModel
 from bagu.train.memory.flat import FlatParameters
 from bagu.train.memory.sharded import ShardedParameters, Stage
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
 from bagu.train.stability import Guard, StabilityConfig
-from bagu.train.token_loss import TokenLoss
 
 __all__ = ["TrainConfig", "TrainState", "check_token_loss"]
 

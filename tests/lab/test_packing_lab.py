@@ -9,7 +9,7 @@ import torch
 from bagu.data import Document, TokenDocument, TokenStore, in_memory
 from bagu.lab.core import Row
 from bagu.lab.train import packing
-from bagu.train.evaluate import nll_sum
+from bagu.train.cross_entropy import nll_sum
 
 
 def store() -> TokenStore:

@@ -13,8 +13,7 @@ from tiny import Case
 from bagu.nn.sample import generate
 from bagu.parallel.mesh import open_mesh
 from bagu.train import TrainState, step
-from bagu.train.cross_entropy import CrossEntropy, TargetTotals
-from bagu.train.evaluate import held_out_loss
+from bagu.train.cross_entropy import CrossEntropy, TargetTotals, held_out_loss
 from bagu.train.loop import fit
 
 

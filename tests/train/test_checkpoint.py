@@ -20,7 +20,6 @@ from bagu.nn.config import MoEConfig
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, checkpoint, fit, loop, step
 from bagu.train.checkpoint import CheckpointError
 from bagu.train.checkpoint.saving import Saver
-from bagu.train.dcp import load_dcp, save_dcp
 
 CONFIG = TrainConfig(steps=6, optimizer=OptimizerConfig(lr=0.01), save_every=2, keep_last=3)
 FACTS: dict[str, Any] = {"val_loss_nats": None}
@@ -260,14 +259,3 @@ def test_state_json_says_where_the_data_goes_on(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "step-000000002" / "state.json").read_text())
     assert facts["cursor"] == loader().cursor(2)
     assert facts["step"] == facts["data_step"] == 2
-
-
-def test_dcp_round_trip_without_pickle(tmp_path: Path) -> None:
-    state = trained()
-    save_dcp(tmp_path / "dcp", state)
-    names = {p.suffix for p in (tmp_path / "dcp").iterdir()}
-    assert names == {".safetensors", ".json"}
-    fresh = TrainState(model(torch.bfloat16), CONFIG)
-    load_dcp(tmp_path / "dcp", fresh)
-    left, right = everything(fresh), everything(state)
-    assert all(torch.equal(left[n], right[n]) for n in left)

@@ -40,7 +40,7 @@ from bagu.lab.parts.library_models import (
 from bagu.lab.parts.next_line import next_line
 from bagu.lab.plot import COLOURS, INK
 from bagu.nn import Transformer
-from bagu.train.evaluate import held_out_loss
+from bagu.train.cross_entropy import held_out_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

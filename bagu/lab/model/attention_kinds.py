@@ -28,7 +28,7 @@ from bagu.lab.plot import COLOURS, INK
 from bagu.nn import ModelConfig, count
 from bagu.nn.config import MLAConfig
 from bagu.nn.kv import DenseKV
-from bagu.train.evaluate import held_out_loss
+from bagu.train.cross_entropy import held_out_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -38,7 +38,7 @@ from bagu.lab.parts.confidence import interval
 from bagu.lab.plot import COLOURS, INK
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
-from bagu.train.evaluate import held_out_loss
+from bagu.train.cross_entropy import held_out_loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -42,7 +42,7 @@ from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import COLOURS, INK
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, TrainState, fit, step
-from bagu.train.evaluate import held_out_loss
+from bagu.train.cross_entropy import held_out_loss
 from bagu.types import Batch
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ def _score(path: Path) -> float | None:
         facts = state_of(path)
     except (OSError, ValueError, TypeError):
         return None
-    score = facts.get("validation_loss", facts.get("val_loss_nats"))  # the second is the name in older checkpoints
+    score = facts.get("validation_loss")
     return score if isinstance(score, float | int) else None
 
 

@@ -54,9 +54,9 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
                     place.copy_(saved[kind].whole(name))
     state.flat.publish()
     state.step, state.data_step = facts["step"], facts["data_step"]
-    state.updates = facts.get("updates", state.step)  # absent in older checkpoints, which counted idle steps too
+    state.updates = facts["updates"]
     state.guard.load(facts["guard"])
-    state.loss.load_state(facts.get("loss", {}))  # absent in checkpoints from before losses had state
+    state.loss.load_state(facts["loss"])
     return facts
 
 

@@ -23,10 +23,9 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.model_parallel import apply
 from bagu.parallel.pipeline import Action, Pipeline, Schedule, gather_actions
 from bagu.parallel.vocab_loss import vocab_cross_entropy
-from bagu.train.loss import Loss, MicroBatch, MicroBatchLoss, Totals
+from bagu.train.loss import Loss, MicroBatch, MicroBatchLoss, TokenLoss, TokenValues, Totals
 from bagu.train.memory.flat import FlatParameters, Role, roles
 from bagu.train.memory.sharded import ShardedParameters
-from bagu.train.token_loss import TokenLoss, TokenValues
 from bagu.types import Batch
 
 __all__ = ["DividedModel", "buffers_of"]
