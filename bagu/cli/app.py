@@ -22,8 +22,6 @@ from bagu.cli.profile import profile
 from bagu.cli.tune import tune
 from bagu.errors import BaguError
 
-__all__ = ["app", "main"]
-
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota reached, file size limit reached
 
 app = typer.Typer(

@@ -13,8 +13,6 @@ from typer import Option
 
 from bagu.errors import ArgumentError, UnknownName
 
-__all__ = ["ConfigFile"]
-
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 

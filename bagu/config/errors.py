@@ -8,8 +8,6 @@ from typing import Any
 
 from bagu.errors import BaguError, UnknownName
 
-__all__ = ["ConfigError", "UnknownSetting", "not_among", "unknown_setting", "wrong_value"]
-
 
 class UnknownSetting(UnknownName):
     """A key that the configuration does not have."""

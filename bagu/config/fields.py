@@ -16,8 +16,6 @@ from bagu.config.errors import ConfigError, not_among, unknown_setting, wrong_va
 from bagu.config.tree import dotted
 from bagu.errors import BaguError, UnknownName
 
-__all__ = ["by_kind", "describe", "fields_of", "from_dict", "kind_classes", "kind_hint", "members_of", "value_of"]
-
 C = TypeVar("C")
 
 

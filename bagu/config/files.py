@@ -13,8 +13,6 @@ from bagu.config.fields import from_dict
 from bagu.config.tree import leaves, parse, to_dict
 from bagu.errors import BaguError
 
-__all__ = ["load", "save", "write_atomic"]
-
 C = TypeVar("C")
 
 

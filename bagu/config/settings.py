@@ -15,8 +15,6 @@ from bagu.config.fields import by_kind, describe, fields_of, from_dict, kind_cla
 from bagu.config.tree import dotted, parse, to_dict
 from bagu.errors import UnknownName
 
-__all__ = ["override"]
-
 C = TypeVar("C")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from bagu.config.errors import ConfigError
 
-__all__ = ["diff", "dotted", "fingerprint", "leaves", "parse", "to_dict"]
-
 
 def to_dict(config: Any) -> Any:
     """Convert the tree to dicts, lists and JSON scalars. Fields with `init=False` are left out."""

@@ -1,8 +1,9 @@
 """Text to token batches: sources, tokenizer, chat templates, packing, mixing, loader."""
 
-from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate, EncodedChat
+from bagu.data.chat import ChatEncoder, ChatTemplate, EncodedChat
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.chat_source import ChatJsonlSource
+from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import Corpus, Selection, SourceConfig, TextCorpus
 from bagu.data.dedup import DedupReport, deduplicate
 from bagu.data.loader import DataConfig, Loader, check_vocab, evaluation_batches

@@ -15,8 +15,6 @@ from bagu.data.pack import Piece
 from bagu.data.store import TokenStore
 from bagu.types import IGNORE, Batch
 
-__all__ = ["PAD_ID", "assemble"]
-
 PAD_ID = 0  # any id works: its target is IGNORE, and no document attends to it
 
 Row = tuple[TokenStore, Sequence[Piece]]

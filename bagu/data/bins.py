@@ -11,8 +11,6 @@ import numpy as np
 from bagu.data.order import Order
 from bagu.data.pack import Piece, Place, packing_report
 
-__all__ = ["Bins", "best_fit"]
-
 
 class Bins:
     """Rows packed once by best-fit-decreasing; an epoch uses each row once, in a new order."""

@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 from bagu.data.stdlib import parsed
 
-__all__ = ["KINDS", "Broken", "broken"]
-
 OPERATORS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="),
     ast.GtE: (">=", ">"), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),

@@ -26,13 +26,11 @@ from typing import Any
 
 import tokenizers
 
-from bagu.data.chat_template import CLOSE, DEFAULT_TEMPLATE, OPEN, ChatTemplate, Message, Span
+from bagu.data.chat_template import CLOSE, OPEN, ChatTemplate, Message, Span
 from bagu.data.source import Conversation
 from bagu.data.store import TokenDocument
 from bagu.data.tokenizer import BpeTokenizer, encoded
 from bagu.errors import BaguError
-
-__all__ = ["DEFAULT_TEMPLATE", "ChatEncoder", "ChatTemplate", "EncodedChat"]
 
 GUARD = "\ufdd2"
 MARKS = re.compile(f"[{OPEN}{CLOSE}{GUARD}]")

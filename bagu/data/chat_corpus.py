@@ -16,8 +16,6 @@ from bagu.data.split import held_ids
 from bagu.data.stdlib import DEFINED, Function, documented_functions, function_chat
 from bagu.errors import BaguError
 
-__all__ = ["ChatCorpus", "chat_source"]
-
 
 @dataclass(frozen=True)
 class ChatCorpus:

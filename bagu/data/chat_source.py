@@ -20,8 +20,6 @@ from bagu.data.json_rows import Row, json_rows
 from bagu.data.source import Conversation, describe_files, list_files, non_empty
 from bagu.errors import BaguError
 
-__all__ = ["ChatJsonlSource", "conversation"]
-
 # ShareGPT's role names, and those of formats derived from it
 SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",

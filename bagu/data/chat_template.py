@@ -22,8 +22,6 @@ import jinja2.sandbox
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
-__all__ = ["CLOSE", "DEFAULT_TEMPLATE", "OPEN", "ChatTemplate", "Message", "Span"]
-
 # Tools are listed in their own system turn. Calls and results are in tags inside the turns, as in Qwen's template: this
 # needs only the control tokens that every tokenizer of bagu has.
 DEFAULT_TEMPLATE = """\

@@ -17,8 +17,6 @@ from bagu.data.split import Split, hold_out, place
 from bagu.data.stdlib import StdlibSource
 from bagu.errors import BaguError
 
-__all__ = ["PARTS", "STDLIB", "Corpus", "Part", "Selection", "SourceConfig", "TextCorpus", "text_source"]
-
 STDLIB = "stdlib"  # the built-in corpus: Python's standard library
 Part = Literal["train", "validation"]
 PARTS: tuple[Part, Part] = ("train", "validation")

@@ -25,8 +25,6 @@ import numpy as np
 from bagu.data.source import Document
 from bagu.errors import BaguError
 
-__all__ = ["DedupReport", "Duplicate", "deduplicate", "jaccard"]
-
 SHINGLE = 32  # bytes; a power of two
 BANDS, ROWS = 32, 4
 BIN_BITS = 7

@@ -17,8 +17,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
-__all__ = ["gguf_metadata", "gguf_tokenizer"]
-
 HUGGING_FACE = "tokenizer.huggingface.json"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
 LLAMA_3 = (

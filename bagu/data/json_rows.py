@@ -16,8 +16,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["Row", "json_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

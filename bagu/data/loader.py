@@ -30,8 +30,6 @@ from bagu.data.token_stream import TokenStream
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.types import Batch
 
-__all__ = ["DataConfig", "Loader", "Transform", "check_vocab", "evaluation_batches"]
-
 
 class Transform(Protocol):
     """Makes another batch of one. `place` names the batch (step and micro-batch): the same place, the same result."""

@@ -20,8 +20,6 @@ from bagu.data.tokenizer import MASK_TOKENS, BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.types import IGNORE, Batch
 
-__all__ = ["HIDDEN", "RANDOM", "Masking", "check_rate", "mask_batch"]
-
 HIDDEN, RANDOM = 0.8, 0.1  # fractions of the chosen tokens; the rest keeps its token
 
 

@@ -21,8 +21,6 @@ import numpy as np
 
 from bagu.errors import ArgumentError, UnknownName
 
-__all__ = ["MixConfig", "MixPoint", "Mixture"]
-
 STRIDE = 256  # steps between stored counts
 GRAIN = 2**30  # fractions are multiples of 1/GRAIN, so that rounding in a platform's pow() cannot change the data
 SLACK = 1e-6  # rows: an ideal count this close to an integer is that integer

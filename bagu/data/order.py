@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["Order", "in_order", "philox", "shuffled"]
-
 Order = Callable[[int, int], np.ndarray]  # (epoch, n) -> a permutation of range(n)
 
 

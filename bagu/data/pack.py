@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, Protocol
 
-__all__ = ["Layout", "Packing", "Piece", "Place", "packing_report"]
-
 Packing = Literal["stream", "whole", "joined"]
 
 

@@ -14,8 +14,6 @@ from bagu.data.sequences import Tokens, pack
 from bagu.errors import BaguError
 from bagu.types import Batch
 
-__all__ = ["PreferenceBatch", "batches_of", "max_sequences"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceBatch:

@@ -23,8 +23,6 @@ from bagu.data.preference_set import PreferenceSet
 from bagu.data.prefetch import Prefetch
 from bagu.errors import ArgumentError
 
-__all__ = ["PreferenceLoader", "evaluation_batches", "evaluation_rows"]
-
 
 class EpochRows:
     """The micro-batches of a set: for each epoch its units in a new order, each row taking units while they fit."""

@@ -21,8 +21,6 @@ from bagu.data.chat_source import conversation
 from bagu.data.json_rows import Row
 from bagu.errors import BaguError
 
-__all__ = ["Message", "Preference", "preference"]
-
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
 SPEAKERS = re.compile(r"\n\n(Human|Assistant): ?")

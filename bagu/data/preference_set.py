@@ -11,8 +11,6 @@ from bagu.data.sequences import Tokens
 from bagu.data.store import TokenStore
 from bagu.errors import BaguError
 
-__all__ = ["PreferenceSet"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreferenceSet:

@@ -25,8 +25,6 @@ from bagu.data.table_corpus import TableCorpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
-__all__ = ["PreferenceCorpus", "PreferenceEncoder", "preference_store"]
-
 BREAKAGE = 1  # the version of broken_code.py, which decides the rejected sides
 NEIGHBOURS = 4  # functions before this one in its file whose bodies it may get
 

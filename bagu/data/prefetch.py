@@ -17,8 +17,6 @@ from typing import Generic, NoReturn, Self, TypeVar
 
 from bagu.errors import ArgumentError
 
-__all__ = ["Prefetch"]
-
 T = TypeVar("T")
 
 

@@ -25,8 +25,6 @@ from bagu.data.stdlib import Function, documented_functions
 from bagu.data.table_corpus import TableCorpus
 from bagu.errors import BaguError
 
-__all__ = ["Prompt", "PromptCorpus", "Question", "fitting", "function_question"]
-
 COLUMN = "prompt"
 ROLES_TO_ANSWER = ("user", "tool")
 

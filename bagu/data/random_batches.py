@@ -9,8 +9,6 @@ import torch
 from bagu.errors import BaguError
 from bagu.types import Batch
 
-__all__ = ["random_batches"]
-
 
 def random_batches(
     vocab_size: int, lengths: Sequence[int], *, micro_batches: int = 1, device: torch.device, seed: int = 0

@@ -14,8 +14,6 @@ from dataclasses import replace
 
 from bagu.data.stdlib import Function
 
-__all__ = ["RENAMING", "renamed_copies"]
-
 RENAMING = 1  # the version of this file, which decides the names
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 IDENTIFIER = re.compile(r"\w+")

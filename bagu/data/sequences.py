@@ -15,8 +15,6 @@ from bagu.data.batch import PAD_ID
 from bagu.errors import ArgumentError
 from bagu.types import IGNORE, Batch
 
-__all__ = ["Tokens", "micro_batches", "pack"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:

@@ -18,16 +18,6 @@ from typing import Any, Protocol, TypeVar
 from bagu.data.json_rows import json_rows
 from bagu.errors import BaguError
 
-__all__ = [
-    "Conversation",
-    "Document",
-    "JsonlSource",
-    "ParquetSource",
-    "Source",
-    "TextSource",
-    "open_source",
-]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from bagu.data.source import Document
 from bagu.errors import BaguError
 
-__all__ = ["Split", "held_ids", "hold_out", "place", "sample"]
-
 
 class Split(NamedTuple):
     train: list[Document]

@@ -24,8 +24,6 @@ from typing import Any
 from bagu.data.source import Conversation, Document, describe_files, non_empty, read
 from bagu.errors import BaguError
 
-__all__ = ["Function", "StdlibSource", "argument_names", "documented_functions", "function_chat", "sft_pairs"]
-
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}  # in its folder, but not part of the standard library
 TESTS = {"test", "tests", "idle_test"}
 DEFINED = re.compile(r"\bdef +(\w+)")  # names of functions; a search, because parsing all modules takes seconds

@@ -22,8 +22,6 @@ import numpy as np
 
 from bagu.errors import BaguError
 
-__all__ = ["FACTS", "TokenDocument", "TokenStore"]
-
 FACTS = "facts.json"
 
 

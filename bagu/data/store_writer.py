@@ -27,8 +27,6 @@ from bagu.data.store import FACTS, TokenDocument, TokenStore
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
-__all__ = ["build", "in_memory", "on_disk", "tokenize"]
-
 FORMAT = 1
 Progress = Callable[[int, int], None]  # called with the documents and tokens so far
 

@@ -11,8 +11,6 @@ from bagu.data.json_rows import Row, json_rows
 from bagu.data.source import ParquetSource, TextSource, describe_files, list_files, non_empty, open_source, parquet_file
 from bagu.errors import BaguError
 
-__all__ = ["TableSource", "parquet_rows"]
-
 
 @dataclass(frozen=True)
 class TableSource:

@@ -12,8 +12,6 @@ from bagu.data.corpus import STDLIB, Selection, SourceConfig, TextCorpus, select
 from bagu.data.table import TableSource
 from bagu.errors import BaguError
 
-__all__ = ["TableCorpus"]
-
 
 @dataclass(frozen=True)
 class TableCorpus:

@@ -12,8 +12,6 @@ from bagu.data.order import Order
 from bagu.data.pack import Piece, Place, packing_report
 from bagu.errors import ArgumentError
 
-__all__ = ["TokenStream"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Epoch:

@@ -30,8 +30,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from bagu.config import write_atomic
 from bagu.errors import BaguError
 
-__all__ = ["MASK_TOKENS", "SPECIAL_TOKENS", "BpeTokenizer"]
-
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>")
 MASK_TOKENS = ("<|mask|>", "[MASK]", "<mask>")  # bagu, BERT, RoBERTa

@@ -18,8 +18,6 @@ from bagu.data.stdlib import StdlibSource
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
-__all__ = ["TokenizerStats", "stats", "stats_main", "train_main"]
-
 MB = 1_000_000
 
 

@@ -18,8 +18,6 @@ from bagu.eval.grades import exact_match, first_code, program_grade
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task, TaskError
 
-__all__ = ["BENCHMARKS", "benchmark"]
-
 Fields = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJ"
 NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?"  # a comma after it ("42, so") is not part of it

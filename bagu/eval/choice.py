@@ -19,8 +19,6 @@ from typing import Any
 from bagu.eval.model import Model
 from bagu.eval.task import Item, Normalization, Task, TaskError
 
-__all__ = ["answers", "continuation", "continuations", "score_choices"]
-
 
 def continuation(model: Model, context: str, text: str) -> tuple[list[int], int]:
     """Tokens of context and text together, and where the text begins.

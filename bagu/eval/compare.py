@@ -15,8 +15,6 @@ from bagu.eval.task import TaskError
 from bagu.eval.words import Scale, scale_of
 from bagu.runs.record import read_rows
 
-__all__ = ["Compared", "Side", "compare_folders", "read_side"]
-
 Row = dict[str, Any]
 
 

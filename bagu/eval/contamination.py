@@ -15,8 +15,6 @@ from hashlib import blake2b
 
 from bagu.eval.task import Item
 
-__all__ = ["Contamination", "check_contamination"]
-
 WORDS, SHARE = 13, 0.5
 
 

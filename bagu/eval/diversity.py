@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from bagu.data.stdlib import parsed
 from bagu.eval.grades import first_code
 
-__all__ = ["Diversity", "distinct_ngrams", "diversity"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Diversity:

@@ -34,8 +34,6 @@ from bagu.eval.judge import Judge, judged_by
 from bagu.eval.model import Decoding
 from bagu.eval.task import NORMALIZATIONS, Item, Task, TaskError
 
-__all__ = ["read_rows_of", "read_task"]
-
 KINDS = ("choice", "generation", "loss")
 TEXT, NUMBER = (str,), (int, float)
 KEYS: dict[str, tuple[type, ...]] = {  # and the types of their values; the members of a list are in MEMBERS

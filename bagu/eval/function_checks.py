@@ -20,8 +20,6 @@ from typing import Any
 from bagu.data.stdlib import argument_names, parsed
 from bagu.eval.grades import first_code
 
-__all__ = ["CHECKS", "check_parts", "checks_passed", "defined_functions", "name_share"]
-
 CHECKS = ("function", "name", "statements", "arguments", "computes")
 PLAIN = (ast.Name, ast.Constant, ast.Starred, ast.Tuple, ast.List, ast.Dict, ast.Set)  # build values, compute none
 

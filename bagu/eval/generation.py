@@ -8,8 +8,6 @@ from typing import Any
 from bagu.eval.model import Model
 from bagu.eval.task import Item, Task, TaskError
 
-__all__ = ["generate_answers"]
-
 
 def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
     """For each item the answers and their grades, 0 to 1, or None where a judge gave none."""

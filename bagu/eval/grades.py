@@ -10,10 +10,6 @@ from bagu.data.stdlib import parsed
 from bagu.eval.task import Grade, Item, TaskError
 from bagu.machine.sandbox import Sandbox, SandboxUnavailable
 
-__all__ = [
-    "code_grade", "doctest_program", "each", "exact_match", "first_code", "parses", "program_grade", "run_to_end",
-]  # fmt: skip
-
 DOCTESTS = """
 import doctest as _doctest
 _found = _doctest.DocTestFinder().find({name}, {name!r}, globs=dict(globals()))

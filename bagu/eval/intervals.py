@@ -18,8 +18,6 @@ import numpy as np
 
 from bagu.errors import ArgumentError
 
-__all__ = ["Comparison", "Estimate", "compare", "estimate", "estimate_ratio", "pass_at_k"]
-
 RESAMPLES = 4000
 FLIPS = 10_000
 LEVEL = 0.95

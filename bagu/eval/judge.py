@@ -14,8 +14,6 @@ from typing import Protocol
 from bagu.errors import BaguError
 from bagu.eval.task import Item, TaskError, Verdict, Verdicts
 
-__all__ = ["Judge", "judged_by", "read_grade"]
-
 GRADE = re.compile(r"grade:\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 

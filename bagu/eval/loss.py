@@ -13,8 +13,6 @@ from typing import Any
 from bagu.eval.model import Model
 from bagu.eval.task import Item, Task
 
-__all__ = ["score_documents", "windows"]
-
 
 def windows(length: int, longest: int, step: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, first scored) of each window over `length` tokens; every token but the first is scored once."""

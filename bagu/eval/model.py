@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
-__all__ = ["Decoding", "Message", "Model"]
-
 Message = Mapping[str, str]  # role and content
 
 

@@ -16,8 +16,6 @@ from bagu.eval.words import Scale, p_value
 from bagu.runs.charts import human, ticks
 from bagu.runs.html import grid, text
 
-__all__ = ["interval_plot", "write_comparison"]
-
 ITEMS = 40  # the most items shown per task
 WIDTH, ROW, LEFT, RIGHT = 760, 54, 190, 24
 NO_BREAK = "\N{NO-BREAK SPACE}"

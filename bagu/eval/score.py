@@ -27,8 +27,6 @@ from bagu.eval.task import Item, Task, TaskError, checked_items
 from bagu.machine.environment import environment
 from bagu.runs.record import append_rows, read_rows
 
-__all__ = ["Result", "evaluate", "graded", "item_scores", "metrics_of"]
-
 BATCH = 256  # items: enough to fill an engine's steps, few enough to lose little if the process is killed
 
 Row = dict[str, Any]

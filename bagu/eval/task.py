@@ -16,11 +16,6 @@ from typing import Any, Literal
 from bagu.errors import BaguError
 from bagu.eval.model import Decoding, Message
 
-__all__ = [
-    "NORMALIZATIONS", "Grade", "Item", "Kind", "Normalization", "Task", "TaskError", "Verdict", "Verdicts",
-    "checked_items",
-]  # fmt: skip
-
 Kind = Literal["choice", "generation", "loss"]
 Normalization = Literal["raw", "characters", "tokens", "pmi"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "characters", "tokens", "pmi")

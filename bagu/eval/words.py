@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from bagu.eval.intervals import Comparison, Estimate
 
-__all__ = ["BITS", "PERCENT", "Scale", "p_value", "scale_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:

@@ -20,8 +20,6 @@ from bagu.nn.linear import Factory, Linear, parameter
 from bagu.nn.norm import RMSNorm
 from bagu.nn.positions import Signals
 
-__all__ = ["Attention", "Context", "Softmax"]
-
 
 class Context(NamedTuple):
     """The inputs that all layers of one forward share."""

@@ -21,8 +21,6 @@ from bagu.nn.mla import MLA
 from bagu.nn.moe import MoE, Routing
 from bagu.nn.norm import make_norm
 
-__all__ = ["Block", "expected_size"]
-
 Stream = tuple[torch.Tensor, torch.Tensor | None, Routing | None]
 
 

@@ -12,17 +12,6 @@ from typing import Literal, NoReturn
 
 from bagu.config import ConfigError
 
-__all__ = [
-    "NEWER",
-    "GateClamp",
-    "MLAConfig",
-    "MoEConfig",
-    "Multipliers",
-    "NormConfig",
-    "at_least",
-    "refuse",
-]
-
 # Metadata of a field that was added after the first checkpoints were written. The fingerprint of a model leaves it out
 # where it has its default, so the fingerprint stays the one in older checkpoints (recipes/training.py).
 NEWER = MappingProxyType({"newer": True})

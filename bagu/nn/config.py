@@ -19,11 +19,7 @@ from bagu.nn.choices import NEWER, GateClamp, MLAConfig, MoEConfig, Multipliers,
 from bagu.nn.position_choices import (
     Alibi,
     LayerPositions,
-    Learned,
-    LinearScaling,
-    Llama3Scaling,
     LongRopeScaling,
-    NoPositions,
     Positions,
     Rope,
     Sinusoidal,
@@ -32,27 +28,6 @@ from bagu.nn.position_choices import (
     yarn_mscale,
 )
 
-__all__ = [
-    "Alibi",
-    "FFNKind",
-    "GateClamp",
-    "LayerPositions",
-    "Learned",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "MLAConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "Multipliers",
-    "NoPositions",
-    "NormConfig",
-    "Positions",
-    "Rope",
-    "Sinusoidal",
-    "T5Relative",
-    "YarnScaling",
-]
 FFNKind = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
 GATED: tuple[FFNKind, ...] = ("swiglu", "geglu", "geglu_tanh")
 

@@ -23,8 +23,6 @@ from bagu.nn.moe import MoE
 from bagu.nn.norm import Norm
 from bagu.nn.trace import Trace
 
-__all__ = ["Flops", "Parameters", "activation_bytes", "flops", "kv_bytes", "mfu", "parameters", "six_nd"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:

@@ -10,8 +10,6 @@ import torch
 
 from bagu.machine.cores import available_cores
 
-__all__ = ["digest_of"]
-
 # A core hashes 1.5 GB/s with SHA instructions, and hashlib releases the GIL. The number of threads is bounded because
 # each holds a copy of its tensor, if that is on a GPU.
 MAX_THREADS = 16

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from torch import nn
 
-__all__ = ["evaluating"]
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

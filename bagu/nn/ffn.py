@@ -13,8 +13,6 @@ from bagu.nn.config import FFNKind, GateClamp, ModelConfig
 from bagu.nn.linear import Factory, Linear
 from bagu.ops.invariant import sigmoid
 
-__all__ = ["FFN", "activate"]
-
 
 def activate(kind: FFNKind, x: torch.Tensor, clamp: GateClamp | None = None) -> torch.Tensor:
     """Map x[T, F], or x[T, 2F] with the gate first, to [T, F]."""

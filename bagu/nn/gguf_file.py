@@ -18,8 +18,6 @@ from bagu.machine.hub import WeightsError
 from bagu.nn.gguf_names import hf_config, hf_name, to_halves
 from bagu.nn.stored import StoredTensor
 
-__all__ = ["GgufFile", "is_gguf", "package", "read_gguf"]
-
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 

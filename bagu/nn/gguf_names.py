@@ -14,8 +14,6 @@ import torch
 
 from bagu.machine.hub import WeightsError
 
-__all__ = ["ARCHITECTURES", "gguf_metadata", "gguf_name", "hf_config", "hf_name", "to_halves", "to_pairs"]
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the same names as config.json's model_type
 NAMES = {  # ours of GGUF -> Hugging Face's; `blk.{layer}.` and `model.layers.{layer}.` stand before the last ten
     "token_embd": "model.embed_tokens",

@@ -18,8 +18,6 @@ from bagu.nn.gguf_names import gguf_metadata, gguf_name, to_pairs
 from bagu.nn.model import Transformer
 from bagu.nn.weights import parts_of
 
-__all__ = ["GGUF_TYPES", "save_gguf"]
-
 # our name -> the type of matrices, of the embedding and head, and llama.cpp's number of the file type. llama.cpp keeps
 # the head of a Q4_0 file in more bits too.
 GGUF_TYPES = {

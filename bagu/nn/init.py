@@ -21,8 +21,6 @@ from bagu.nn.model import ScoreHead, Transformer
 from bagu.nn.moe import MoE
 from bagu.nn.norm import Norm, RMSNorm, ScaleNorm
 
-__all__ = ["draw", "init_weights"]
-
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> Transformer:

@@ -14,8 +14,6 @@ import torch
 
 from bagu import ops
 
-__all__ = ["int8_matmul"]
-
 
 class _Product(torch.autograd.Function):
     @staticmethod

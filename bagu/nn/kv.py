@@ -22,8 +22,6 @@ from bagu import ops
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig
 
-__all__ = ["KV", "CacheError", "DenseKV", "HeadTransform", "Scores"]
-
 
 class CacheError(BaguError, ValueError):
     """The cache is too small, or does not support the model."""

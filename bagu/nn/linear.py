@@ -14,8 +14,6 @@ from torch import nn
 from bagu import ops
 from bagu.nn.int8 import int8_matmul
 
-__all__ = ["Factory", "Linear", "linears_of", "parameter"]
-
 
 class Factory(TypedDict, total=False):
     """Device and dtype of a module's parameters."""

@@ -26,17 +26,6 @@ from bagu.nn.linear import Linear, linears_of
 from bagu.nn.model import Transformer
 from bagu.nn.moe import Router
 
-__all__ = [
-    "Base",
-    "add_lora",
-    "check_targets",
-    "has_lora",
-    "lora_parameters",
-    "lora_state",
-    "merge",
-    "without_lora",
-]
-
 Base = Literal["int8"]  # how the frozen weights are stored, if not in the dtype of the model
 
 

@@ -26,8 +26,6 @@ from bagu.nn.linear import Factory, Linear
 from bagu.nn.norm import RMSNorm
 from bagu.ops.invariant import active
 
-__all__ = ["MLA"]
-
 
 class MLA(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, **factory: Unpack[Factory]) -> None:

@@ -25,8 +25,6 @@ from bagu.nn.moe import MoE
 from bagu.nn.norm import make_norm
 from bagu.nn.positions import make_encoding
 
-__all__ = ["Embedding", "MLMHead", "Output", "ScoreHead", "Transformer"]
-
 
 class Output(NamedTuple):
     hidden: torch.Tensor  # [T, D]: the input of the head, after the last norm

@@ -27,8 +27,6 @@ from bagu.nn.ffn import FFN, activate
 from bagu.nn.linear import Factory, Linear, parameter
 from bagu.ops.invariant import sigmoid
 
-__all__ = ["MoE", "Routing", "balance_loss", "choose"]
-
 
 class Routing(NamedTuple):
     """Routing statistics of a layer."""

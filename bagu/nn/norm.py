@@ -14,8 +14,6 @@ from bagu import ops
 from bagu.nn.config import NormConfig
 from bagu.nn.linear import Factory, parameter
 
-__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "ScaleNorm", "make_norm"]
-
 
 class Norm(nn.Module):
     """Base class: the gain and the residual add."""

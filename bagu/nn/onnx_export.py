@@ -18,10 +18,9 @@ from torch import nn
 from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.hub import WeightsError
-from bagu.nn.config import Learned, Rope
+from bagu.nn.config import Rope
 from bagu.nn.model import Transformer
-
-__all__ = ["check_onnx", "export_onnx"]
+from bagu.nn.position_choices import Learned
 
 PACKAGES = ("onnx", "onnxscript")
 

@@ -27,15 +27,6 @@ from bagu.nn.families.core import Part
 from bagu.nn.linear import Linear, linears_of
 from bagu.nn.model import Transformer
 
-__all__ = [
-    "Adapter",
-    "base_of",
-    "load_adapter",
-    "num_parts",
-    "read_adapter",
-    "save_adapter",
-]
-
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path"}

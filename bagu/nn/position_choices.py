@@ -8,22 +8,6 @@ from typing import Literal
 
 from bagu.nn.choices import NEWER, at_least, refuse
 
-__all__ = [
-    "Alibi",
-    "LayerPositions",
-    "Learned",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "NoPositions",
-    "Positions",
-    "Rope",
-    "Sinusoidal",
-    "T5Relative",
-    "YarnScaling",
-    "yarn_mscale",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:

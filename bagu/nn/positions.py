@@ -18,22 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bagu.nn.config import (
-    Alibi,
-    Learned,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ModelConfig,
-    Rope,
-    Sinusoidal,
-    T5Relative,
-    YarnScaling,
-)
+from bagu.nn.config import Alibi, LongRopeScaling, ModelConfig, Rope, Sinusoidal, T5Relative, YarnScaling
 from bagu.nn.linear import Factory, parameter
-from bagu.nn.position_choices import yarn_mscale
-
-__all__ = ["Encoding", "Signals", "alibi_slopes", "make_encoding", "rope_speeds", "sinusoids", "t5_bucket"]
+from bagu.nn.position_choices import Learned, LinearScaling, Llama3Scaling, yarn_mscale
 
 
 class Signals(NamedTuple):

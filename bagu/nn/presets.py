@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bagu.errors import UnknownName
-from bagu.nn.config import Learned, ModelConfig, NormConfig, Rope
-
-__all__ = ["PRESETS", "preset"]
+from bagu.nn.config import ModelConfig, NormConfig, Rope
+from bagu.nn.position_choices import Learned
 
 _LAYER_NORM = NormConfig(kind="layer", eps=1e-5, bias=True)
 _CPU_6M = ModelConfig(

@@ -30,8 +30,6 @@ from bagu.errors import UnknownName
 from bagu.machine.hub import WeightsError
 from bagu.nn.stored import Stored, StoredTensor
 
-__all__ = ["dequantized"]
-
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column i of eight is in nibble AWQ_ORDER[i]
 PACKED_BITS = (2, 4, 8)  # bits that divide 32
 PARTS = (

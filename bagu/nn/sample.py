@@ -16,8 +16,6 @@ from bagu.nn.evaluating import evaluating
 from bagu.nn.kv import DenseKV
 from bagu.nn.model import Transformer
 
-__all__ = ["generate", "pick", "uniform"]
-
 
 @torch.no_grad()
 def generate(

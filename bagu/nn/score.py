@@ -9,8 +9,6 @@ from torch import nn
 from bagu.errors import ArgumentError
 from bagu.nn.model import ScoreHead, Transformer
 
-__all__ = ["with_score_head"]
-
 
 def with_score_head(model: Transformer) -> Transformer:
     """Replace the head of `model` by a score head with zero weights, in place; returns the model.

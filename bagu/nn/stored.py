@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Stored", "StoredTensor"]
-
 
 @dataclass(frozen=True)
 class StoredTensor:

@@ -21,8 +21,6 @@ from bagu.nn.model import Transformer
 from bagu.ops.recording import Call, Recorder, storage_id
 from bagu.ops.signature import sizes
 
-__all__ = ["Trace"]
-
 Kind = Literal["linear", "attention", "other"]
 KINDS: dict[str, Kind] = {
     "matmul": "linear", "grouped_matmul": "linear", "attention": "attention", "linear_attention": "attention",

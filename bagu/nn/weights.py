@@ -34,8 +34,6 @@ from bagu.nn.model import Transformer
 from bagu.nn.quantized_files import dequantized
 from bagu.nn.stored import Stored, StoredTensor
 
-__all__ = ["WeightsError", "from_pretrained", "save_pretrained"]
-
 INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # names in safetensors

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["KINDS", "Action", "ActionKind"]
-
 ActionKind = Literal["F", "B", "I", "W"]
 KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
 

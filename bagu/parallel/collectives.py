@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from bagu.parallel.mesh import Group, Mesh
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "from_rank_0", "reduce_scatter", "wait_for"]
-
 
 def all_reduce(
     mesh: Mesh, tensor: torch.Tensor, group: Group, *, op: Any = dist.ReduceOp.SUM, async_op: bool = False

@@ -32,8 +32,6 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.ring_attention import ring_attention
 from bagu.types import IGNORE, Batch
 
-__all__ = ["Method", "check_context_parallel", "context_parallel", "part_tokens", "split_batch"]
-
 Method = Literal["ring", "ulysses"]
 
 

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.mesh import Mesh
 
-__all__ = ["Bucket", "Reducer", "StepSums", "backward_order", "buckets_of", "combine"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:

@@ -21,8 +21,6 @@ import torch
 from bagu.parallel import collectives
 from bagu.parallel.mesh import Group, Mesh
 
-__all__ = ["gather_rows", "scatter_sum", "share_gradient", "swap_rows"]
-
 
 def _gather(x: torch.Tensor, mesh: Mesh, group: Group) -> torch.Tensor:
     out = x.new_empty(x.shape[0] * mesh.size(group), *x.shape[1:])

@@ -27,8 +27,6 @@ from bagu.parallel.exchange import swap_rows
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import EXPERTS, Placement, placements
 
-__all__ = ["check_expert_parallel", "expert_parallel"]
-
 
 def check_expert_parallel(config: ModelConfig, ep: int) -> None:
     """Raise if the experts of the model cannot be divided over this many ranks."""

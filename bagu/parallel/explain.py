@@ -8,8 +8,6 @@ from bagu.parallel.mesh import DIMS, MeshConfig
 from bagu.parallel.spread import EVERYWHERE, Spread
 from bagu.parallel.traffic import Kind, Tally, sent_bytes
 
-__all__ = ["compare_bytes", "draw_mesh", "explain", "step_bytes"]
-
 MEANING = {
     "pp": "pipeline stages", "dp": "replicas, each with its own micro-batches", "tp": "parts of each layer",
     "shard": "model states are divided by it, each with its own micro-batches", "ep": "parts of the experts",

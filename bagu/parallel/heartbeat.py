@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FOLDER", "Beat", "Heartbeat", "read_beats", "stuck_ranks"]
-
 FOLDER = "BAGU_HEARTBEATS"  # the variable by which the launcher names the folder
 EVERY_S = 1.0
 SILENT_S = 30.0  # without a beat: the process as a whole does not run; on a busy machine a beat may be late

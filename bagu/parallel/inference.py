@@ -26,8 +26,6 @@ from bagu.parallel.sharding import TENSOR, Placement, placements
 from bagu.parallel.tensor import check_sizes, divide_heads
 from bagu.parallel.vocab_loss import vocab_range
 
-__all__ = ["divide", "gather_logits", "local_heads"]
-
 
 def local_heads(config: ModelConfig, ranks: int) -> ModelConfig:
     """The config with one rank's share of the heads: the KV cache of a rank has these. MLA's latent is not divided."""

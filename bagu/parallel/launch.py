@@ -26,8 +26,6 @@ import bagu
 from bagu import config as configs
 from bagu.errors import BaguError
 
-__all__ = ["PeerFailed", "Place", "code_digest", "find_place", "joined", "use_own_gpu"]
-
 START_TIMEOUT_S = 60.0  # for all ranks to start; BAGU_START_TIMEOUT overrides it
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 

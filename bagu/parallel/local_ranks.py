@@ -13,8 +13,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["on_ranks"]
-
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
     """The result of `function(*args)` on each rank. `function` is defined at the top of a module, and its arguments and

@@ -29,8 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from bagu.errors import ArgumentError, UnknownName
 from bagu.parallel.traffic import Traffic
 
-__all__ = ["DIMS", "Dim", "Group", "Mesh", "MeshConfig", "open_mesh"]
-
 Dim = Literal["pp", "dp", "shard", "ep", "cp", "tp"]
 Group = Literal[
     "pp", "dp", "shard", "ep", "cp", "tp", "data", "loss", "experts", "replicas", "expert_replicas", "all"

@@ -29,8 +29,6 @@ from bagu.parallel.spread import Spread
 from bagu.parallel.stages import Stage, build, check_stages, costs, cut
 from bagu.parallel.tensor import check_tensor_parallel, tensor_parallel
 
-__all__ = ["ModelParallel", "apply", "check_model_parallel"]
-
 LAST = ("norm", "mlm", "score", "head")  # the parts of a model after its blocks
 
 

@@ -28,8 +28,6 @@ from bagu.parallel.spread import Spread
 from bagu.parallel.stages import costs, cut
 from bagu.parallel.traffic import Kind, sent_bytes
 
-__all__ = ["ModelPart", "activation_bytes", "model_part_of"]
-
 ACCUMULATOR = 4  # bytes of a value of the loss, and of a gradient of keys and values in the ring
 
 

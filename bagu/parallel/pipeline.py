@@ -34,17 +34,6 @@ from bagu.types import Batch
 if TYPE_CHECKING:
     from bagu.parallel.recorded_stage import RecordedStage
 
-__all__ = [
-    "Action",
-    "Pipeline",
-    "Schedule",
-    "bubble",
-    "check_micro_batches",
-    "cut_model",
-    "gather_actions",
-    "stages_of",
-]
-
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hidden, head weight, targets) -> loss
 

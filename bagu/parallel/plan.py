@@ -21,8 +21,6 @@ from bagu.parallel.planner.search import candidates
 from bagu.parallel.planner.software import STACKS, Software
 from bagu.parallel.planner.step import StepTime, step_time
 
-__all__ = ["Choice", "Plan", "best"]
-
 GiB = 2**30
 
 

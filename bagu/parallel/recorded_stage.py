@@ -17,8 +17,6 @@ from torch.distributed.pipelining import PipelineStage
 from bagu.parallel.actions import Action
 from bagu.parallel.mesh import Mesh
 
-__all__ = ["CLASSES", "RecordedStage"]
-
 CLASSES: Mapping[str, Any] = {  # by the name of the schedule
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,

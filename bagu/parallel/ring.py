@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from bagu.parallel.mesh import Group, Mesh
 
-__all__ = ["ring_all_reduce"]
-
 
 def ring_all_reduce(mesh: Mesh, tensor: torch.Tensor, group: Group) -> None:
     """Sum a contiguous `tensor` over the group, in place."""

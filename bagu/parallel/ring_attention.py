@@ -26,8 +26,6 @@ from bagu.ops.signature import accumulator
 from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
 
-__all__ = ["ring_attention"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -21,19 +21,6 @@ import torch.distributed as dist
 
 from bagu.nn.config import ModelConfig, T5Relative
 
-__all__ = [
-    "EXPERTS",
-    "TENSOR",
-    "First",
-    "Placement",
-    "Replicated",
-    "Split",
-    "gather_full",
-    "placements",
-    "shard",
-    "unshard",
-]
-
 
 @dataclass(frozen=True)
 class Replicated:

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Group, Mesh, MeshConfig
 
-__all__ = ["EVERYWHERE", "Spread", "SpreadOf", "everywhere", "sum_ends"]
-
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Spread:

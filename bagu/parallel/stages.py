@@ -17,11 +17,10 @@ from torch import nn
 from bagu.errors import ArgumentError
 from bagu.nn import count
 from bagu.nn.attention import Context
-from bagu.nn.config import Learned, ModelConfig, Sinusoidal, T5Relative
+from bagu.nn.config import ModelConfig, Sinusoidal, T5Relative
 from bagu.nn.model import Transformer
+from bagu.nn.position_choices import Learned
 from bagu.nn.positions import Encoding, make_encoding
-
-__all__ = ["Costs", "Stage", "build", "check_stages", "costs", "cut"]
 
 
 @dataclass(frozen=True, kw_only=True)

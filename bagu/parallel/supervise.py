@@ -21,8 +21,6 @@ from pathlib import Path
 from bagu.machine.cores import available_cores
 from bagu.parallel import heartbeat
 
-__all__ = ["Job", "Start", "supervise"]
-
 GRACE_S = 5.0  # that the other ranks have to end on their own after one has ended
 POLL_S = 0.05
 

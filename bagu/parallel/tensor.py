@@ -35,8 +35,6 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import TENSOR, First, Placement, Replicated, placements
 from bagu.parallel.vocab_loss import vocab_range
 
-__all__ = ["check_sizes", "check_tensor_parallel", "sum_replicated", "tensor_parallel"]
-
 
 def check_sizes(config: ModelConfig, ranks: int) -> None:
     """Raise if the model's parameters cannot be divided over this many ranks."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from bagu.parallel.pipeline import Action, bubble
 
-__all__ = ["draw_pipeline"]
-
 LEGEND = (
     "forward of micro-batch 0-9, backward (or its part for the input) a-j, part for the weights A-J; "
     "later ones begin again, a dot is idle"

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Kind", "Tally", "Traffic", "sent_bytes"]
-
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
 
 

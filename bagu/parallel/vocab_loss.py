@@ -20,8 +20,6 @@ from bagu import ops
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.mesh import Mesh
 
-__all__ = ["vocab_cross_entropy", "vocab_range"]
-
 
 def vocab_range(vocab_size: int, rank: int, ranks: int) -> tuple[int, int]:
     """The first row of a rank's share of the vocabulary, and the row after its last. The sizes of shares differ by at

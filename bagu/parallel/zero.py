@@ -24,8 +24,6 @@ from bagu.parallel.data_parallel import Bucket
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import EVERYWHERE, Spread
 
-__all__ = ["GatherOnUse", "Unit", "model_state_bytes"]
-
 
 def model_state_bytes(
     parameters: int, *, stage: int, ranks: int, compute_bytes: int, state_bytes: int = 8, master_bytes: int = 4

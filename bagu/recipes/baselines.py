@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from bagu.data.stdlib import parsed
 from bagu.eval.diversity import distinct_ngrams
 
-__all__ = ["CodeSamples", "Compressors", "compressors", "judge_code"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compressors:

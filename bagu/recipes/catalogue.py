@@ -24,8 +24,6 @@ from bagu.train.schedule import ScheduleConfig
 from bagu.train.stability import StabilityConfig
 from bagu.train.state import TrainConfig
 
-__all__ = ["RECIPES", "recipe", "with_data", "with_start"]
-
 
 def small() -> Run:
     """5.9M parameters, trained on a few megabytes of text in minutes on two CPU cores."""

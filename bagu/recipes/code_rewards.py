@@ -25,8 +25,6 @@ from bagu.eval.grades import doctest_program, first_code, run_to_end
 from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
 from bagu.train.rl.reward_function import RewardFunction, Sample, Scored
 
-__all__ = ["BUILT_IN", "LoosePythonReward", "PythonReward"]
-
 DOCTEST = "doctest"
 LIMITS = Limits(seconds=2.0)
 

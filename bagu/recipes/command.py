@@ -35,8 +35,6 @@ from bagu.train.objective import Objective
 from bagu.train.report import ReportData, read_run, write_report
 from bagu.train.rl.policy_objective import PolicyObjective
 
-__all__ = ["export_main", "train_main"]
-
 PROMPTS = ("def ", "The ")
 FILES = {"gguf": "a GGUF", "onnx": "an ONNX"}  # formats of one file
 FORMATS = ("safetensors", *FILES)  # of `bagu export`

@@ -42,8 +42,6 @@ from bagu.runs.progress import duration
 from bagu.runs.stages import Stage, Stages
 from bagu.train.cross_entropy import CrossEntropy
 
-__all__ = ["demo"]
-
 PROMPTS = ("def ", "import os\n", "class ")
 MINUTES = 5.0  # default
 FIRST_SHARE = 8  # the first 1/FIRST_SHARE of the pretraining steps runs before the pace is measured

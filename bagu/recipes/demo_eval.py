@@ -27,8 +27,6 @@ from bagu.recipes.eval_models import EngineModel, eval_engine
 from bagu.runs.display import Table
 from bagu.serve.request import Sampling
 
-__all__ = ["WRITE", "Evaluation", "changes_of", "eval_table", "eval_words", "evaluate_stage"]
-
 WRITE = "write"
 TASKS = ("continue4", "signature", WRITE)
 SCALE = replace(PERCENT, digits=0)  # the intervals of a demo are wide

@@ -29,8 +29,6 @@ from bagu.recipes.training import Trained, train
 from bagu.runs.progress import TrainProgress
 from bagu.runs.stages import Stage, Stages
 
-__all__ = ["LATER", "Clock", "Done", "Later", "LaterStages", "go_on", "progress_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:

@@ -29,19 +29,6 @@ from bagu.train.prepare import prepared
 from bagu.train.state import TrainState
 from bagu.train.step import step
 
-__all__ = [
-    "EVALUATIONS",
-    "Pace",
-    "Plan",
-    "Rate",
-    "dpo_steps",
-    "measured",
-    "revised",
-    "rl_steps",
-    "sft_steps",
-    "with_steps",
-]
-
 # Seconds on two Neoverse-N1 cores, the slowest machine tested. The measured time of the first corrects the others.
 PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, tokenise
 ENDING_S = 37.0  # answers before and after, compressors, report, a server that starts

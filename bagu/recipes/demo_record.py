@@ -15,8 +15,6 @@ from bagu.recipes.demo_eval import WRITE, changes_of
 from bagu.recipes.demo_report import Finished
 from bagu.runs.record import append_rows
 
-__all__ = ["RECORD", "write_record"]
-
 RECORD = "record.jsonl"
 
 

@@ -24,8 +24,6 @@ from bagu.runs.display import Table
 from bagu.runs.progress import duration
 from bagu.train.report import Card, Comparison, ReportData, read_run, write_report
 
-__all__ = ["Finished", "against_gzip", "print_summary", "report", "terminal_table"]
-
 COMPARED = ("before fine-tuning", "after all stages")
 
 

@@ -21,8 +21,6 @@ from rich.console import Console
 from bagu.errors import BaguError
 from bagu.serve.api_client import ApiClient
 
-__all__ = ["ask", "can_serve", "running_server", "wait_for_interrupt"]
-
 START_S = 600.0  # a large model on a slow disk; a server that fails to start ends, which is reported at once
 STOP_S = 20.0  # its shutdown timeout of 5 s, and the end of its connections and of the engine process
 

@@ -17,8 +17,6 @@ from bagu.train.schedule import ScheduleConfig
 from bagu.train.stability import StabilityConfig
 from bagu.train.state import TrainConfig
 
-__all__ = ["CPU_SIZES", "GPU", "QUICK", "Demo"]
-
 COOLDOWN = 0.5  # the last half of pretraining
 DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added to forward and backward
 # Of the answers to `write` after 430 steps of fine-tuning, 1.9 % passed with functions of up to 512 bytes, 4.7 % with 3

@@ -20,8 +20,6 @@ from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.types import Tokenizer
 
-__all__ = ["EngineModel", "eval_engine", "load_causal", "model_of"]
-
 # Positions per KV block. The choices of an item share the full blocks of their prompt, so small blocks share more: 84 %
 # of the prefill speed with 4 positions, 80 % with 8. On a GPU the engine's own size is used.
 CPU_BLOCK_SIZE = 4

@@ -13,8 +13,6 @@ from bagu.errors import BaguError
 from bagu.eval.model import Decoding, Message
 from bagu.serve.api_client import ApiClient, Refused
 
-__all__ = ["TIMEOUT_S", "ServerModel", "chat_texts"]
-
 TIMEOUT_S = 3600.0
 SERVER_MAX_LEN = 2048  # tokens, of a server that does not report its model's
 PROMPTS_A_CALL = 64  # per server call: small enough that the response of one call has a few megabytes

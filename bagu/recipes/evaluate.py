@@ -27,8 +27,6 @@ from bagu.eval.words import p_value, scale_of
 from bagu.runs.plain_progress import PlainLines
 from bagu.runs.progress import draws
 
-__all__ = ["compare_main", "eval_main", "find_task"]
-
 
 def find_task(name: str, max_len: int, judge: Judge | None = None) -> Task:
     """A built-in task by name, a public benchmark as NAME=PATH, or a task file."""

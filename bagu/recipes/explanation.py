@@ -20,8 +20,6 @@ from bagu.recipes.summary import Summary
 from bagu.train.loop import FitResult
 from bagu.train.optim.optimizer import state_bytes
 
-__all__ = ["Explanation"]
-
 
 class Explanation:
     """The prediction of a run, by `before`, and what was counted beside it, by `after`. `say` prints a line."""

@@ -11,8 +11,6 @@ from pathlib import Path
 from bagu.machine.hub import WeightsError, find
 from bagu.runs.files import RunFiles
 
-__all__ = ["MODEL", "find_model"]
-
 MODEL = "model"  # where a run writes its result
 
 

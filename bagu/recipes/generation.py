@@ -13,8 +13,6 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.machine.hub import WeightsError, read_json
 from bagu.serve.config import GenerationDefaults
 
-__all__ = ["GENERATION_CONFIG", "check_generation_config", "generation_defaults", "read_generation"]
-
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING = {  # name in generation_config.json -> name in bagu
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",

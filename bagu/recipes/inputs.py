@@ -24,8 +24,6 @@ from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import run_tokenizer
 from bagu.train.objective import TrainingData
 
-__all__ = ["DATA", "Inputs", "facts_of", "read_inputs"]
-
 DATA = "data.json"  # in the folder of a run
 # facts of a source that decide, for the same files, which documents are trained on and which are held out
 SELECTED = ("field", "dedup", "validation", "seed")

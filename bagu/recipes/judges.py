@@ -17,8 +17,6 @@ from bagu.recipes.eval_server import TIMEOUT_S, chat_texts
 from bagu.recipes.loader import Loader
 from bagu.serve.api_client import ApiClient
 
-__all__ = ["EngineJudge", "ServerJudge", "judge_of"]
-
 MAX_TOKENS, LEAST_TOKENS = 512, 8  # of the judge's answer
 CALLS = 8  # to a server at the same time
 

@@ -28,8 +28,6 @@ from bagu.eval.choice import continuation
 from bagu.recipes.eval_models import EngineModel, model_of
 from bagu.serve.request import Sampling
 
-__all__ = ["BaguLM", "main"]
-
 BATCH = 1024  # requests per call of the engine: results are cached and progress is shown after each
 MAX_NEW_TOKENS = 256  # where a task sets no limit; the value of the harness's other models
 SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")  # settings of a task, as the engine names them

@@ -8,8 +8,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["Loader"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:

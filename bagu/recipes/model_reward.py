@@ -19,8 +19,6 @@ from bagu.recipes.models import load_model, tokenizer_folder
 from bagu.runs.files import RunFiles
 from bagu.train.rl.reward_function import Sample, Scored
 
-__all__ = ["ModelReward"]
-
 TOKENS = 8192  # of a forward
 
 

@@ -32,16 +32,6 @@ from bagu.nn.model import Transformer
 from bagu.recipes.find import find_model
 from bagu.train import checkpoint
 
-__all__ = [
-    "NATIVE",
-    "check_predicts_tokens",
-    "load_model",
-    "model_config",
-    "save_as_gguf",
-    "save_model",
-    "tokenizer_folder",
-]
-
 NATIVE = "bagu.json"
 
 

@@ -20,8 +20,6 @@ from bagu.recipes.run import Run
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 
-__all__ = ["Ranks", "mesh_settings", "opened_mesh", "quiet_unless_first", "start_ranks"]
-
 OPTIONS: dict[Dim, list[str]] = {  # that a mesh without the dimension does not have, with their defaults
     "shard": ["train.zero=null", "train.offload=false"],
     "pp": ["train.pipeline=null", "train.stages_per_rank=null"],

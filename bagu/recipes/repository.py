@@ -14,8 +14,6 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.version import Engine
 
-__all__ = ["VersionEngines", "repository_main"]
-
 OVERRIDES = ("max_num_seqs", "max_model_len", "quantization")  # options of `bagu serve` that model.toml may set
 
 

@@ -21,8 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 Asked = tuple[str, str, dict[str, Any]]
 Answer = tuple[float | None, str | None]  # a value, or a fault
 LISTS = ("prompts", "completions")

@@ -20,8 +20,6 @@ from bagu.recipes.model_reward import ModelReward
 from bagu.recipes.user_reward import UserReward
 from bagu.train.rl.reward_function import RewardFunction
 
-__all__ = ["load_reward"]
-
 
 def load_reward(
     spec: str, *, default: float = 0.0, timeout_s: float = 10.0, device: torch.device | str = "cpu"

@@ -31,8 +31,6 @@ from bagu.train.rl.policy_objective import PolicyObjective
 from bagu.train.rl.reward_function import RewardFunction
 from bagu.types import Completion, Tokenizer
 
-__all__ = ["EngineSampler", "engine_config", "open_reward", "with_rollouts"]
-
 MAX_SEQUENCES = 512  # answers that are sampled at the same time
 GPU_SHARE = 0.5  # of the memory, for the weights and the KV cache; the rest is the trainer's
 

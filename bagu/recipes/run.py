@@ -27,8 +27,6 @@ from bagu.train.objectives.token_objective import TokenObjective
 from bagu.train.rl.prompt_data import PromptObjective
 from bagu.train.state import TrainConfig, check_token_loss
 
-__all__ = ["LoraConfig", "Run", "TokenizerConfig", "load_run", "with_settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:

@@ -12,8 +12,6 @@ from bagu.machine.cores import available_cores
 from bagu.machine.openmp import wait_briefly
 from bagu.recipes.loader import Loader
 
-__all__ = ["Loader", "adapter_settings", "chat_main", "serve_main"]
-
 DEFAULT_ADAPTERS = 8  # slots of a server that loads adapters by request
 TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the user nor generation_config.json sets one
 

@@ -18,8 +18,6 @@ from bagu.recipes.models import model_config
 from bagu.recipes.run import Run
 from bagu.runs.progress import duration
 
-__all__ = ["Summary", "matmul_rate", "summarise"]
-
 # The fraction of the matmul rate that a step reaches: 57 % on an H200 (1.1B parameters, of the vendor's figure), 54 %
 # on two ARM cores (5.9M parameters, of a measured matmul). Smaller models reach less.
 UTILISATION = 0.5

@@ -19,8 +19,6 @@ from bagu.machine.cache import cache_folder
 from bagu.recipes.models import tokenizer_folder
 from bagu.recipes.run import Run, TokenizerConfig
 
-__all__ = ["TOKENIZER", "run_tokenizer", "train_tokenizer"]
-
 TOKENIZER = "tokenizer"  # in the folder of a run
 MB = 1_000_000
 

@@ -50,8 +50,6 @@ from bagu.train.objective import TrainingData
 from bagu.train.rl.loader import RolloutLoader
 from bagu.train.rl.policy_objective import PolicyObjective
 
-__all__ = ["Trained", "check", "train"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:

@@ -18,8 +18,6 @@ from pathlib import Path
 from bagu.errors import BaguError
 from bagu.train.rl.reward_function import Sample, Scored
 
-__all__ = ["UserReward"]
-
 PACKAGE = Path(__file__).parents[2]
 START = (
     "import sys; sys.path.append(sys.argv[1]); from bagu.recipes.reward_worker import main; "

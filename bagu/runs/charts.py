@@ -14,9 +14,6 @@ from dataclasses import dataclass
 
 from bagu.runs.html import text
 
-__all__ = ["Chart", "Line", "Mark", "Reference", "downsample", "human", "ticks"]
-
-
 WIDTH, HEIGHT = 440.0, 240.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 26.0, 30.0
 FONT = 11.0  # with a width of 440 units, a 360 px phone shows it at 9 px

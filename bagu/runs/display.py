@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Curve", "Display", "Headline", "Table"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:

@@ -18,8 +18,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["RunFiles", "complete_lines", "complete_rows"]
-
 
 class RunFiles:
     """The paths of a run and their content."""

@@ -26,8 +26,6 @@ from bagu.runs.files import RunFiles, complete_lines, complete_rows
 from bagu.runs.lock import Lock
 from bagu.runs.observer import Metrics, Observer, TensorBoard
 
-__all__ = ["RunFolder", "RunRecorder"]
-
 
 class RunFolder(RunFiles):
     """The files of a run; `create` opens them for writing."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["facts", "grid", "text", "text_of"]
-
 
 def text(words: str) -> str:
     """Escape `words` for HTML or SVG: control characters become visible symbols (␀), and the result is valid UTF-8."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["Lock"]
-
 
 class Lock:
     """Held by one process at a time, until it is released or the process ends."""

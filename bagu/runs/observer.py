@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from bagu.config import write_atomic
 from bagu.errors import BackendError
 
-__all__ = ["ROUTINE_EVENTS", "Metrics", "Observer", "TensorBoard", "WeightsAndBiases"]
-
 # recorded in the table of events; neither printed nor marked on charts
 ROUTINE_EVENTS = frozenset({"start", "save"})
 

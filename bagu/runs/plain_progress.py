@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from rich.console import Console
 
-__all__ = ["SECONDS_BETWEEN_LINES", "PlainLines", "plain_progress"]
-
 SECONDS_BETWEEN_LINES = 5.0  # at least
 T = TypeVar("T")
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FAINT", "INK", "write_plot"]
-
 INK, FAINT = "#2b2f36", "#d4d7dd"
 STYLE = {
     "axes.axisbelow": True,

@@ -19,8 +19,6 @@ from rich.text import Text
 from bagu.runs.observer import ROUTINE_EVENTS, Metrics, Observer
 from bagu.runs.plain_progress import SECONDS_BETWEEN_LINES
 
-__all__ = ["REFRESH_PER_S", "TrainProgress", "draws", "duration"]
-
 REFRESH_PER_S = 8
 SPEED = {"tokens_per_s": "{:,.0f} tokens/s", "mfu_percent": "MFU {:.1f} %"}
 BARS = (32, 24, 16, 8)  # cells; few sizes, so that the bar does not change with every digit beside it

@@ -14,8 +14,6 @@ from typing import Any
 from bagu.errors import BaguError
 from bagu.machine import device
 
-__all__ = ["append_rows", "ensure_folder", "read_rows", "record_file"]
-
 
 def record_file(folder: Path) -> Path:
     """This machine's results file in `folder`. Raises before the measurement if the file is not writable."""

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from bagu.runs.progress import REFRESH_PER_S, TrainProgress, draws, duration
 
-__all__ = ["Stage", "Stages"]
-
 
 class Stages:
     """Numbered stages of a longer job. A running stage has a spinner; a finished one shows its time and result.

@@ -20,8 +20,6 @@ from bagu.nn.model import Transformer
 from bagu.train.loss import Metrics, TokenLoss, TokenValues, Totals
 from bagu.types import IGNORE, Batch
 
-__all__ = ["CrossEntropy", "TargetTotals", "check_z_loss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TargetTotals(Totals):

@@ -21,8 +21,6 @@ from bagu.nn.config import Alibi, ModelConfig, T5Relative
 from bagu.nn.kv import KV
 from bagu.nn.model import Output, Transformer
 
-__all__ = ["can_capture", "captured"]
-
 SMALL = 4e12  # FLOPs of a forward and backward: 10 ms on an H200, about the time a host needs to launch a step
 BEFORE = 2  # calls of a shape that run without a graph
 SHAPES = 4  # the most batch shapes that are captured; each graph has its own memory

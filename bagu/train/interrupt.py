@@ -6,8 +6,6 @@ import signal
 import threading
 from typing import Any
 
-__all__ = ["Interrupt"]
-
 
 class Interrupt:
     """While open, the first Ctrl-C (or SIGTERM) only sets `asked`, so that the step can be completed and saved.

@@ -34,8 +34,6 @@ from bagu.train.stability import TrainingDiverged
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import StepResult, seed_step, step
 
-__all__ = ["Batches", "Begin", "Evaluate", "FitResult", "Sample", "fit"]
-
 Evaluate = Callable[[Transformer], Mapping[str, float | None]]  # metrics, by names like val_loss_nats
 Sample = Callable[[Transformer], Sequence[str]]  # texts
 Begin = Callable[[int], Sequence[Observer]]  # called with the first step of the run; returns further observers

@@ -21,8 +21,6 @@ from bagu.errors import BaguError
 from bagu.nn.model import Transformer
 from bagu.types import Batch
 
-__all__ = ["BatchT", "BatchT_co", "Loss", "Metrics", "MicroBatch", "MicroBatchLoss", "Totals", "TotalsT"]
-
 Metrics = dict[str, float | None]  # by name; None if a value is not known
 
 

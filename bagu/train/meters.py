@@ -9,8 +9,6 @@ import torch
 
 from bagu.train.step import StepResult
 
-__all__ = ["Meters", "peak_memory"]
-
 
 class Meters:
     """Measures steps and creates the metrics row of each; a value that is not known is None.

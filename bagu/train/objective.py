@@ -24,17 +24,6 @@ from bagu.runs.display import Display, Table
 from bagu.train.loop import Batches
 from bagu.train.loss import BatchT, BatchT_co, Loss
 
-__all__ = [
-    "NO_MODELS",
-    "Objective",
-    "RunLoader",
-    "RunSettings",
-    "SourceSize",
-    "TrainingData",
-    "check_causal",
-    "check_pretrained",
-]
-
 NO_MODELS: Mapping[str, Transformer] = MappingProxyType({})
 
 

@@ -24,8 +24,6 @@ from bagu.nn.model import Transformer
 from bagu.train.graphs import can_capture, captured
 from bagu.train.state import Recompute, TrainConfig
 
-__all__ = ["deterministic", "prepared"]
-
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 

@@ -29,8 +29,6 @@ from bagu.runs.html import facts, grid, text, text_of
 from bagu.runs.observer import ROUTINE_EVENTS
 from bagu.train.objective import Objective
 
-__all__ = ["Card", "Comparison", "ReportData", "Run", "Table", "read_run", "render", "write_report"]
-
 MAX_EVENTS = 200
 
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 from bagu.errors import ArgumentError
 
-__all__ = ["ScheduleConfig", "factor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:

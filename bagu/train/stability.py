@@ -23,8 +23,6 @@ from typing import Any
 
 from bagu.errors import ArgumentError, BaguError
 
-__all__ = ["Guard", "StabilityConfig", "TrainingDiverged", "robust_z"]
-
 LOSS_FLOOR = 0.03  # of the median loss
 NORM_FLOOR = 0.25  # of log(norm): with the default threshold, a norm below e² = 7.4 times the median is not a spike
 

@@ -26,8 +26,6 @@ from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
 from bagu.train.stability import Guard, StabilityConfig
 
-__all__ = ["TrainConfig", "TrainState", "check_token_loss"]
-
 Recompute = Literal["none", "selective", "block"]
 
 

@@ -23,8 +23,6 @@ from bagu.parallel.spread import EVERYWHERE
 from bagu.train.loss import Metrics, MicroBatch, MicroBatchLoss, Totals
 from bagu.train.state import TrainState
 
-__all__ = ["StepResult", "seed_step", "step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder, ChatTemplate
+from bagu.data.chat import ChatEncoder, ChatTemplate
+from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.loader import DataConfig, Loader
 from bagu.data.source import Conversation
 from bagu.data.store_writer import in_memory

@@ -12,7 +12,8 @@ from bagu.lab.core import Row
 from bagu.lab.model import positions
 from bagu.lab.model.positions import lengths, shift
 from bagu.nn import Transformer, init_weights
-from bagu.nn.config import Alibi, Learned, Rope
+from bagu.nn.config import Alibi, Rope
+from bagu.nn.position_choices import Learned
 
 L = lengths.L
 

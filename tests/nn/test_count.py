@@ -10,10 +10,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bagu.nn import count
-from bagu.nn.config import Learned, MLAConfig, ModelConfig, MoEConfig, NormConfig, Rope
+from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig, NormConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.kv import DenseKV
 from bagu.nn.model import Transformer
+from bagu.nn.position_choices import Learned
 from bagu.ops import dispatch
 
 LLAMA = ModelConfig(

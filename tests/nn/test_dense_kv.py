@@ -12,8 +12,9 @@ from small_models import make, packed, small
 
 from bagu.errors import ArgumentError
 from bagu.nn import ModelConfig, Transformer
-from bagu.nn.config import Alibi, Learned, MLAConfig, MoEConfig, NormConfig, Rope, T5Relative, YarnScaling
+from bagu.nn.config import Alibi, MLAConfig, MoEConfig, NormConfig, Rope, T5Relative, YarnScaling
 from bagu.nn.kv import CacheError, DenseKV
+from bagu.nn.position_choices import Learned
 from bagu.nn.sample import generate, pick, uniform
 
 MLA = MLAConfig(q_rank=8, kv_rank=16, nope_dim=4, rope_dim=4, v_dim=6)

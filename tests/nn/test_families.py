@@ -16,17 +16,16 @@ from bagu.nn.config import (
     Alibi,
     GateClamp,
     LayerPositions,
-    Llama3Scaling,
     MLAConfig,
     ModelConfig,
     MoEConfig,
     Multipliers,
-    NoPositions,
     NormConfig,
     Rope,
     YarnScaling,
 )
 from bagu.nn.families import FAMILIES, family_for, family_of
+from bagu.nn.position_choices import Llama3Scaling, NoPositions
 
 # published values from config.json on the hub, without unused keys
 LLAMA_31_8B = {

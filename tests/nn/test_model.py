@@ -19,12 +19,9 @@ from bagu.nn.config import (
     Alibi,
     GateClamp,
     LayerPositions,
-    Learned,
-    Llama3Scaling,
     MLAConfig,
     MoEConfig,
     Multipliers,
-    NoPositions,
     NormConfig,
     Rope,
     Sinusoidal,
@@ -32,6 +29,7 @@ from bagu.nn.config import (
     YarnScaling,
 )
 from bagu.nn.norm import BatchNorm
+from bagu.nn.position_choices import Learned, Llama3Scaling, NoPositions
 
 MLA = MLAConfig(kv_rank=16, nope_dim=4, rope_dim=4, v_dim=6)
 EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=24, aux_weight=0.01, bias_rate=0.01)

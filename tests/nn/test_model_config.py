@@ -14,20 +14,17 @@ from bagu.nn.config import (
     Alibi,
     GateClamp,
     LayerPositions,
-    Learned,
-    LinearScaling,
-    Llama3Scaling,
     MLAConfig,
     ModelConfig,
     MoEConfig,
     Multipliers,
-    NoPositions,
     NormConfig,
     Rope,
     Sinusoidal,
     T5Relative,
     YarnScaling,
 )
+from bagu.nn.position_choices import Learned, LinearScaling, Llama3Scaling, NoPositions
 
 MLA = MLAConfig(kv_rank=16, nope_dim=4, rope_dim=4, v_dim=6)
 

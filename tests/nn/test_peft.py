@@ -16,10 +16,11 @@ from small_models import make, packed, small
 
 from bagu.machine.hub import WeightsError
 from bagu.nn import Transformer, peft
-from bagu.nn.config import Learned, NormConfig
+from bagu.nn.config import NormConfig
 from bagu.nn.families import family_for
 from bagu.nn.lora import add_lora, lora_state, merge
 from bagu.nn.peft import base_of, load_adapter, save_adapter
+from bagu.nn.position_choices import Learned
 from bagu.nn.weights import parts_of
 
 BATCH = packed([9, 14])

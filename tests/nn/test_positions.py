@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from small_models import make, packed, small
 
 from bagu import ops
-from bagu.nn.config import Llama3Scaling, Rope, Sinusoidal, T5Relative, YarnScaling
+from bagu.nn.config import Rope, Sinusoidal, T5Relative, YarnScaling
+from bagu.nn.position_choices import Llama3Scaling
 from bagu.nn.positions import alibi_slopes, make_encoding, rope_speeds, sinusoids, t5_bucket
 
 

@@ -14,9 +14,10 @@ from small_models import Packed, make, packed, small
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError
 from bagu.nn import Transformer, count
-from bagu.nn.config import Learned, MoEConfig, NormConfig
+from bagu.nn.config import MoEConfig, NormConfig
 from bagu.nn.families import family_for
 from bagu.nn.lora import add_lora, lora_state
+from bagu.nn.position_choices import Learned
 from bagu.nn.score import with_score_head
 from bagu.nn.weights import WeightsError, from_pretrained, save_pretrained
 from bagu.recipes.models import load_model, save_model

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))
 
 from small_models import make, small
 
-from bagu.nn.config import Learned, NormConfig
+from bagu.nn.config import NormConfig
 from bagu.nn.onnx_export import export_onnx
+from bagu.nn.position_choices import Learned
 
 BERT: dict[str, Any] = {
     "causal": False, "mlm_head": True, "num_kv_heads": 4, "ffn": "gelu", "positions": Learned(),

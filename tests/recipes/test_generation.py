@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bagu.config import from_dict
-from bagu.data.chat import DEFAULT_TEMPLATE
+from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.hub import WeightsError

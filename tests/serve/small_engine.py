@@ -10,17 +10,16 @@ from bagu.nn.config import (
     Alibi,
     GateClamp,
     LayerPositions,
-    Learned,
     MLAConfig,
     ModelConfig,
     MoEConfig,
     Multipliers,
-    NoPositions,
     NormConfig,
     Rope,
 )
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.position_choices import Learned, NoPositions
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.types import Tokenizer

@@ -15,10 +15,11 @@ from small_engine import small_engine, small_model
 
 from bagu import ops
 from bagu.machine import native
-from bagu.nn.config import ModelConfig, NoPositions
+from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
+from bagu.nn.position_choices import NoPositions
 from bagu.ops import dequantize_int4, invariant_rows, quantize_int4
 from bagu.ops.int4_matmul.layout import GROUP, per_column
 from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded

@@ -40,7 +40,8 @@ def load(*, kind: str = "generator", broken: bool = False, template: str | None 
         raise BaguError("the weights are torn", hint="download them again")
     import torch
 
-    from bagu.data.chat import DEFAULT_TEMPLATE, ChatEncoder
+    from bagu.data.chat import ChatEncoder
+    from bagu.data.chat_template import DEFAULT_TEMPLATE
     from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
     from bagu.nn import ModelConfig, Transformer, init_weights
 

@@ -18,8 +18,6 @@ from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import PUBLIC, Modules, functions_with_docstring, held_out_modules, in_fair_order, room
 from bagu.eval.tasks.signature import head_and_body
 
-__all__ = ["complete", "cut_to_function"]
-
 HEAD, TOKENS, ITEMS = 240, 96, 64
 
 

@@ -13,8 +13,6 @@ from bagu.data.source import Document
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import PUBLIC, SEED, Modules, held_out_modules, in_fair_order, room
 
-__all__ = ["continue4"]
-
 PROMPT, CHOICE = 240, 160  # characters at most
 LINES, PER_FILE = 3, 12  # lines to continue with, items of a file at most
 

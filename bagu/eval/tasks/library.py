@@ -17,11 +17,6 @@ from bagu.data.split import held_ids, place
 from bagu.data.stdlib import DEFINED, StdlibSource, functions, parsed
 from bagu.eval.task import Item, Task
 
-__all__ = [
-    "HELD_SHARE", "PUBLIC", "SEED", "Modules", "functions_with_docstring", "held_out_modules", "in_fair_order",
-    "library", "library_loss", "room",
-]  # fmt: skip
-
 HELD_SHARE, SEED = 0.05, 0
 PUBLIC = "The library is public: models trained on code of the web have seen these files."
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import PUBLIC, SEED, held_out_modules
 
-__all__ = ["recall"]
-
 ITEMS = 64
 CHARACTERS_PER_TOKEN = 1.6  # fewer than tokenizers reach on code, 3 to 4, so that the context fits the model
 NAMES = ("alpha", "river", "copper", "window", "garden", "silver", "market", "planet", "violet", "harbor")

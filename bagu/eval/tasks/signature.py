@@ -21,8 +21,6 @@ from bagu.eval.tasks.library import (
     room,
 )
 
-__all__ = ["head_and_body", "signature"]
-
 HEAD, BODY = 240, 160  # characters at most
 
 

@@ -18,8 +18,6 @@ from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import PUBLIC, in_fair_order, library, room
 
-__all__ = ["write"]
-
 QUESTION, TOKENS, SAMPLES = 240, 96, 4
 
 

@@ -14,8 +14,6 @@ from bagu.ops.dispatch import calls_torch
 from bagu.ops.eager import autocasting
 from bagu.ops.launch import few_rows
 
-__all__ = ["MultiheadAttention", "weights_of"]
-
 
 class MultiheadAttention(nn.MultiheadAttention):
     """Self-attention without a mask, or with a causal one that `is_causal` announces, and with need_weights=False."""

@@ -16,8 +16,6 @@ from bagu.ops.dispatch import calls_torch
 from bagu.ops.eager import autocasting
 from bagu.ops.launch import few_rows
 
-__all__ = ["TransformerEncoderLayer"]
-
 INSIDE: dict[str, type[nn.Module]] = {
     "self_attn": MultiheadAttention, "norm1": LayerNorm, "norm2": LayerNorm, "linear1": Linear, "linear2": Linear,
     "dropout": nn.Dropout, "dropout1": nn.Dropout, "dropout2": nn.Dropout,

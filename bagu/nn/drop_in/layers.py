@@ -22,8 +22,6 @@ from bagu.ops.activations import activate
 from bagu.ops.dispatch import calls_torch
 from bagu.ops.eager import autocasting
 
-__all__ = ["BatchNorm2d", "Conv2d", "Embedding", "GroupNorm", "Int8Linear", "LayerNorm", "Linear", "RMSNorm"]
-
 Embedding = nn.Embedding  # a gather at the bandwidth of a copy already: no kernel of bagu's would be faster
 
 

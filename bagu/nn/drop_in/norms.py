@@ -12,8 +12,6 @@ from bagu import ops
 from bagu.nn.drop_in.layers import supported
 from bagu.ops.eager import autocasting
 
-__all__ = ["recognized", "recognized_class"]
-
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 

@@ -17,8 +17,6 @@ from torch.nn.utils import parametrize
 from bagu.nn.drop_in import attention, encoder, layers
 from bagu.nn.drop_in.norms import recognized, recognized_class
 
-__all__ = ["LAYERS", "Change", "Left", "Replacement", "replace"]
-
 LAYERS: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.Linear: layers.Linear,
     nn.Conv2d: layers.Conv2d,

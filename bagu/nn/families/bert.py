@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bagu.nn.config import Learned, ModelConfig, NormConfig
+from bagu.nn.config import ModelConfig, NormConfig
 from bagu.nn.families.core import Family, Rule, qkv
 from bagu.nn.families.keys import DROPOUT, INIT_STD, SHARED, SIZE, UNUSED, Key, Only, Read
-
-__all__ = ["BERT", "KEYS", "encoder_rules", "read_encoder", "write_encoder"]
+from bagu.nn.position_choices import Learned
 
 POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")  # in Google's multilingual files
 KEYS: dict[str, Key] = {

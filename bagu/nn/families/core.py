@@ -23,9 +23,6 @@ from bagu.machine.hub import WeightsError
 from bagu.nn.config import ModelConfig
 from bagu.nn.families.keys import Keys, resolve
 
-__all__ = ["Family", "Layout", "Part", "Rule", "conv1d", "experts", "fused_qkv", "gate_up", "gpt2_qkv", "qkv", "same"]
-
-
 # a classifier with one label is a regression in transformers: its output is the score itself
 ONE_LABEL: dict[str, Any] = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 

@@ -10,29 +10,6 @@ from bagu.nn.families.core import Family, Rule, experts, gate_up, qkv, same
 from bagu.nn.families.keys import INIT_STD, SHARED, SIZE, UNUSED, Key, Keys, Only, Read, refuse_value
 from bagu.nn.families.rope import ROPE, read_rope, write_rope
 
-__all__ = [
-    "ALL_WINDOWS",
-    "DECODER",
-    "DENSE",
-    "EXPERTS",
-    "FULL",
-    "OUTER",
-    "PRE_NORMS",
-    "QKV",
-    "QK_NORM",
-    "SLIDING",
-    "WINDOWS",
-    "decoder",
-    "layer_windows",
-    "read_act",
-    "read_decoder",
-    "read_experts",
-    "read_windows",
-    "write_decoder",
-    "write_experts",
-    "write_windows",
-]
-
 GATES: dict[str, FFNKind] = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 

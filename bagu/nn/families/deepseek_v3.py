@@ -15,8 +15,6 @@ from bagu.nn.families.decoder import DECODER, DENSE, EXPERTS, decoder, read_deco
 from bagu.nn.families.keys import SIZE, UNUSED, Key, Only, Read, Required, refuse_value
 from bagu.nn.families.rope import read_rope
 
-__all__ = ["DEEPSEEK_V3"]
-
 LATENT = (
     Rule("blocks.{layer}.attention.q_a.weight", "model.layers.{layer}.self_attn.q_a_proj.weight"),
     Rule("blocks.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_a_layernorm.weight"),

@@ -28,8 +28,6 @@ from bagu.nn.families.decoder import (
 from bagu.nn.families.keys import UNUSED, Key, Only, Read
 from bagu.nn.families.rope import read_rope_parameters, write_scaling
 
-__all__ = ["GEMMA3"]
-
 LAYER = "model.layers.{layer}"
 NORMS = (
     Rule("blocks.{layer}.attention_norm.weight", f"{LAYER}.input_layernorm.weight"),

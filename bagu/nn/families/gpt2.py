@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bagu.nn.config import FFNKind, Learned, ModelConfig, NormConfig
+from bagu.nn.config import FFNKind, ModelConfig, NormConfig
 from bagu.nn.families.core import Family, Rule, conv1d, gpt2_qkv
 from bagu.nn.families.keys import DROPOUT, INIT_STD, SHARED, SIZE, UNUSED, Key, Only, Read, refuse_value
-
-__all__ = ["GPT2"]
+from bagu.nn.position_choices import Learned
 
 ACTS: dict[str, FFNKind] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
 KEYS: dict[str, Key] = {

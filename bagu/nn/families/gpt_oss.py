@@ -30,8 +30,6 @@ from bagu.nn.families.decoder import (
 from bagu.nn.families.keys import UNUSED, Key, Read
 from bagu.nn.families.rope import read_rope
 
-__all__ = ["GPT_OSS"]
-
 
 def alternating(t: torch.Tensor, config: ModelConfig) -> list[Part]:
     """[E, 2F, D] or [E, 2F], gate first, as the file's [E, D, 2F] or [E, 2F], in which gate and up alternate."""

@@ -9,8 +9,6 @@ from bagu.nn.config import ModelConfig, Multipliers
 from bagu.nn.families.decoder import DECODER, DENSE, QKV, decoder, read_decoder, write_decoder
 from bagu.nn.families.keys import Key, Read
 
-__all__ = ["GRANITE"]
-
 KEYS: dict[str, Key] = {
     **DECODER,
     "head_dim": Read(int, None, least=1),

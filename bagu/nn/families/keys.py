@@ -24,22 +24,6 @@ from typing import Any, NoReturn, get_args
 
 from bagu.machine.hub import WeightsError
 
-__all__ = [
-    "DROPOUT",
-    "INIT_STD",
-    "SHARED",
-    "SIZE",
-    "UNUSED",
-    "Key",
-    "Keys",
-    "Only",
-    "Read",
-    "Required",
-    "Unused",
-    "refuse_value",
-    "resolve",
-]
-
 
 @dataclass(frozen=True)
 class Required:

@@ -9,8 +9,6 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.families.decoder import DECODER, DENSE, QKV, decoder, read_decoder, write_decoder
 from bagu.nn.families.keys import UNUSED, Key, Only, Read
 
-__all__ = ["LLAMA", "MISTRAL"]
-
 LLAMA_KEYS: dict[str, Key] = {
     **DECODER,
     "attention_bias": Read(bool, False),

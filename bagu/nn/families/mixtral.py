@@ -20,8 +20,6 @@ from bagu.nn.families.decoder import (
 from bagu.nn.families.keys import UNUSED, Key, Read
 from bagu.nn.families.rope import read_rope
 
-__all__ = ["MIXTRAL"]
-
 LAYER = "model.layers.{layer}.block_sparse_moe"
 EXPERTS = (
     Rule("blocks.{layer}.ffn.router.weight", f"{LAYER}.gate.weight"),

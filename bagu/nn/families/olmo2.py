@@ -11,8 +11,6 @@ from bagu.nn.families.core import Rule
 from bagu.nn.families.decoder import DECODER, DENSE, QK_NORM, QKV, decoder, read_decoder, write_decoder
 from bagu.nn.families.keys import Key, Read
 
-__all__ = ["OLMO2"]
-
 NORMS = (
     Rule("blocks.{layer}.attention_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
     Rule("blocks.{layer}.ffn_norm.weight", "model.layers.{layer}.post_feedforward_layernorm.weight"),

@@ -14,8 +14,6 @@ from bagu.nn.families.decoder import DECODER, decoder, read_decoder, write_decod
 from bagu.nn.families.keys import UNUSED, Key, Only, Read
 from bagu.nn.families.rope import read_rope
 
-__all__ = ["PHI3"]
-
 LAYER = "model.layers.{layer}"
 RULES = (
     Rule("blocks.{layer}.attention.qkv.weight", f"{LAYER}.self_attn.qkv_proj.weight", fused_qkv),

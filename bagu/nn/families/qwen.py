@@ -19,8 +19,6 @@ from bagu.nn.families.decoder import (
 )
 from bagu.nn.families.keys import Key, Only, Read
 
-__all__ = ["QWEN2"]
-
 KEYS: dict[str, Key] = {
     **DECODER,
     **WINDOWS,

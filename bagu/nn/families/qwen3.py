@@ -23,8 +23,6 @@ from bagu.nn.families.decoder import (
 )
 from bagu.nn.families.keys import SIZE, UNUSED, Key, Read
 
-__all__ = ["QWEN3", "QWEN3_MOE"]
-
 KEYS: dict[str, Key] = {
     **DECODER,
     **WINDOWS,

@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from bagu.machine.hub import WeightsError
-from bagu.nn.config import Learned, ModelConfig
+from bagu.nn.config import ModelConfig
 from bagu.nn.families.bert import KEYS as BERT_KEYS
 from bagu.nn.families.bert import encoder_rules, read_encoder, write_encoder
 from bagu.nn.families.core import Family, Rule
 from bagu.nn.families.keys import Key, Read
-
-__all__ = ["ROBERTA"]
+from bagu.nn.position_choices import Learned
 
 KEYS: dict[str, Key] = {**BERT_KEYS, "pad_token_id": Read(int, 1, least=0)}
 

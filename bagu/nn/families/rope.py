@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from bagu.machine.hub import WeightsError
-from bagu.nn.config import LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, Rope, YarnScaling
+from bagu.nn.config import LongRopeScaling, ModelConfig, Rope, YarnScaling
 from bagu.nn.families.keys import Key, Keys, Only, Read, Required, resolve
-
-__all__ = ["ROPE", "read_rope", "read_rope_parameters", "write_rope", "write_scaling"]
+from bagu.nn.position_choices import LinearScaling, Llama3Scaling
 
 ROPE: dict[str, Key] = {  # at the top of config.json; None is an absent key
     "rope_theta": Read(float, None, above=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bagu.nn.config import LayerPositions, ModelConfig, NoPositions, Rope
+from bagu.nn.config import LayerPositions, ModelConfig, Rope
 from bagu.nn.families.decoder import (
     DECODER,
     DENSE,
@@ -20,8 +20,7 @@ from bagu.nn.families.decoder import (
 )
 from bagu.nn.families.keys import UNUSED, Key, Read, refuse_value
 from bagu.nn.families.rope import read_rope
-
-__all__ = ["SMOLLM3"]
+from bagu.nn.position_choices import NoPositions
 
 KEYS: dict[str, Key] = {
     **DECODER,

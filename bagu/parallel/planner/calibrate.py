@@ -15,8 +15,6 @@ from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.rows import CALIBRATE, Row, read_rows
 from bagu.parallel.planner.validate import compare
 
-__all__ = ["RANGES", "calibration_rows", "fit", "loss"]
-
 RANGES: dict[str, tuple[float, float]] = {
     "matmul_ampere": (0.8, 1.05),
     "matmul_hopper": (0.75, 1.05),

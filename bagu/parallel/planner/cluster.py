@@ -16,8 +16,6 @@ from typing import Any, Literal
 from bagu.config import ConfigError, from_dict
 from bagu.errors import UnknownName
 
-__all__ = ["CLUSTERS", "GPUS", "Cluster", "Gpu", "cluster_of", "read_cluster"]
-
 Generation = Literal["ampere", "hopper", "blackwell", "cpu"]
 
 

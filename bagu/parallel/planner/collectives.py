@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from bagu.parallel.planner.calibration import Calibration
 from bagu.parallel.planner.cluster import Cluster
 
-__all__ = ["Group", "all_gather_s", "all_reduce_s", "all_to_all_s", "group", "send_s"]
-
 Array = NDArray[np.float64]
 NVLS_FROM = 5  # ranks from which NCCL reduces in the switch (measured on H200: ml-engineering, network/README)
 

@@ -23,8 +23,6 @@ from bagu.parallel.planner.plots import draw_plan, draw_validation
 from bagu.parallel.planner.serving import Deployment, Traffic, deployments
 from bagu.parallel.planner.validate import Report, validate
 
-__all__ = ["plan", "serve", "validation"]
-
 
 def plan(
     *,

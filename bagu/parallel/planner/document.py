@@ -12,8 +12,6 @@ from bagu.errors import BaguError
 from bagu.parallel.planner.calibration import CALIBRATION
 from bagu.parallel.planner.validate import Report, validate
 
-__all__ = ["render", "updated"]
-
 BEGIN, END = "<!-- planner:begin -->", "<!-- planner:end -->"
 DOCUMENT = Path("docs/planner.md")
 

@@ -11,8 +11,6 @@ from bagu.parallel.planner.layouts import Layout
 if TYPE_CHECKING:
     from bagu.parallel.plan import Choice, Plan
 
-__all__ = ["CAUSES", "explain", "mesh_line", "seconds"]
-
 GiB = 2**30
 CAUSES = {  # fields of StepTime, in words
     "compute": "computation",

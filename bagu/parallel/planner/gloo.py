@@ -28,8 +28,6 @@ from bagu.parallel.planner.layouts import Layout, Layouts, Workload
 from bagu.parallel.planner.software import Software
 from bagu.parallel.planner.step import step_time
 
-__all__ = ["Measured", "cpu_cluster", "measure", "predict"]
-
 SEQ = 256
 # fp32, eager, one all-reduce after the backward
 EAGER = Software(

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from bagu.parallel.planner.calibration import Calibration
 from bagu.parallel.planner.cluster import Gpu
 
-__all__ = ["AttentionKernel", "Precision", "alignment", "attention_s", "matmul_s", "memory_s", "unfused_attention_s"]
-
 Precision = Literal["bf16", "fp8"]
 AttentionKernel = Literal["flash1", "flash2", "flash3", "unfused"]
 Array = NDArray[np.float64]

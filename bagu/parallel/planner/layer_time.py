@@ -16,8 +16,6 @@ from bagu.parallel.planner.layouts import Layouts, Workload
 from bagu.parallel.planner.model_cost import LayerCost, Linear, ModelCost
 from bagu.parallel.planner.software import Software
 
-__all__ = ["Setting", "Time", "head_time", "hidden", "layer_time"]
-
 Array = NDArray[np.float64]
 BLOCKING_US = 30.0  # an eager operation that waits for its kernel: none of its host time (10 to 20 µs) is hidden
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from bagu.nn.config import ModelConfig
 from bagu.parallel.planner.kernels import Precision
 
-__all__ = ["RECOMPUTE", "SCHEDULES", "Layout", "Layouts", "Workload"]
-
 Ints = NDArray[np.int64]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zero_bubble"]

@@ -17,8 +17,6 @@ from bagu.parallel.planner.model_cost import LayerCost, ModelCost, model_cost
 from bagu.parallel.planner.parameters import local_parameters, stage_layers
 from bagu.parallel.planner.software import Software
 
-__all__ = ["Memory", "memory"]
-
 Array = NDArray[np.float64]
 HEAD_CHUNK = 2.0**31  # bytes of fp32 logits that bagu's chunked head has at one time
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bagu.nn.config import Learned, ModelConfig, MoEConfig
-
-__all__ = ["LayerCost", "Linear", "ModelCost", "model_cost"]
+from bagu.nn.config import ModelConfig, MoEConfig
+from bagu.nn.position_choices import Learned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from bagu.config import ConfigError, from_dict
 from bagu.errors import UnknownName
-from bagu.nn.config import Learned, MLAConfig, ModelConfig, MoEConfig, NormConfig
+from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig, NormConfig
 from bagu.nn.families import family_of
+from bagu.nn.position_choices import Learned
 from bagu.nn.presets import PRESETS
-
-__all__ = ["MODELS", "model_of"]
 
 _8B = ModelConfig(
     vocab_size=128_256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,

@@ -13,8 +13,6 @@ from bagu.parallel.planner.rows import own
 from bagu.parallel.planner.software import STACKS
 from bagu.parallel.planner.step import step_time
 
-__all__ = ["OwnRow", "own_rows"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRow:

@@ -17,8 +17,6 @@ from bagu.runs.html import facts, grid, text
 if TYPE_CHECKING:
     from bagu.parallel.plan import Plan
 
-__all__ = ["plan_page", "validation_page"]
-
 
 def plan_page(plan: Plan, title: str, svg: Path | None) -> str:
     """The plan: facts of the winner, sentences, plot, and the best layouts."""

@@ -9,8 +9,6 @@ from bagu.parallel.planner.layouts import Layouts
 from bagu.parallel.planner.model_cost import ModelCost
 from bagu.parallel.planner.software import Stages
 
-__all__ = ["local_parameters", "stage_layers"]
-
 Array = NDArray[np.float64]
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from bagu.parallel.plan import Plan
 
-__all__ = ["draw_plan", "draw_validation"]
-
 # Okabe and Ito's colour-blind-safe palette
 PALETTE = ("#0072b2", "#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0c040", "#7a5195", "#8c8c8c", "#bbbbbb")
 GiB = 2**30

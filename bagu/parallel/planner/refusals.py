@@ -13,8 +13,6 @@ from bagu.parallel.planner.memory import Memory, memory
 from bagu.parallel.planner.search import candidates
 from bagu.parallel.planner.software import Software
 
-__all__ = ["check", "does_not_fit", "no_layout"]
-
 GiB = 2**30
 MOST_GPUS = 2**20  # where the search for a larger cluster ends
 

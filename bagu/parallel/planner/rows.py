@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
-from bagu.nn.config import Learned, ModelConfig, Rope
+from bagu.nn.config import ModelConfig, Rope
+from bagu.nn.position_choices import Learned
 from bagu.parallel.planner.calibration import CALIBRATION
 from bagu.parallel.planner.cluster import CLUSTERS, Cluster
 from bagu.parallel.planner.layouts import Layout, Workload
 from bagu.parallel.planner.model_cost import model_cost
 from bagu.parallel.planner.models import MODELS
 from bagu.parallel.planner.software import STACKS, Software
-
-__all__ = ["CALIBRATE", "JUDGE", "Row", "left_out", "own", "read_rows", "sources"]
 
 CALIBRATE = ("sc21-table1", "sc21-table2", "korthikanti", "megatron-core", "nanotron")
 JUDGE = ("mosaicml", "bloom", "torchtitan", "dgxc")  # the three torchtitan tables are one source

@@ -12,8 +12,6 @@ from bagu.nn.config import ModelConfig
 from bagu.parallel.planner.cluster import Cluster
 from bagu.parallel.planner.layouts import Layouts, Workload
 
-__all__ = ["candidates"]
-
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES = ((1, 0), (2, 0), (4, 0), (1, 1))  # (stages per rank, schedule)
 SHORTEST_PART = 2048  # tokens of a sequence on a context-parallel rank: shorter parts only add latency

@@ -29,8 +29,6 @@ from bagu.parallel.planner.cluster import Cluster
 from bagu.parallel.planner.model_cost import Linear, ModelCost, model_cost
 from bagu.parallel.planner.search import divisors
 
-__all__ = ["BatchTimes", "Deployment", "Traffic", "batch_times", "deployments"]
-
 Array = NDArray[np.float64]
 GiB = 2**30
 USABLE = 0.9  # share of the GPU that weights and KV cache may fill; activations and libraries need the rest

@@ -13,8 +13,6 @@ from bagu.parallel.planner.kernels import AttentionKernel
 
 Stages = Literal["even", "ceil", "ends", "balanced"]  # parameters.py:stage_layers says what they mean
 
-__all__ = ["STACKS", "Software"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Software:

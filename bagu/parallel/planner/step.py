@@ -22,8 +22,6 @@ from bagu.parallel.planner.model_cost import model_cost
 from bagu.parallel.planner.parameters import local_parameters, stage_layers
 from bagu.parallel.planner.software import Software
 
-__all__ = ["StepTime", "step_time"]
-
 Array = NDArray[np.float64]
 ZERO_BUBBLE = 1 / 6  # bubble of ZBV relative to 1F1B, simulated with torch's schedules: 6.2 of 37.5 % (p=4, m=8)
 ADAM_BYTES = 30.0  # read and written per parameter: gradient, weight, two moments, 16-bit copy

@@ -20,8 +20,6 @@ from bagu.parallel.planner.own_rows import OwnRow, own_rows
 from bagu.parallel.planner.rows import JUDGE, Row, read_rows
 from bagu.parallel.planner.step import step_time
 
-__all__ = ["Compared", "Ranking", "Report", "compare", "mean_error", "rank", "validate"]
-
 MIN_DIFFERENCE = 0.05  # pairs that differ by less in measured throughput are not counted
 SMALLEST_SET = 8
 

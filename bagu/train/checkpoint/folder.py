@@ -10,25 +10,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = [
-    "KINDS",
-    "MANIFEST",
-    "MODEL",
-    "PARTIAL",
-    "STATE",
-    "BadCheckpoint",
-    "CheckpointError",
-    "checkpoints",
-    "clear_partial",
-    "newest_good",
-    "path_of",
-    "set_aside",
-    "sha256",
-    "state_of",
-    "unneeded",
-    "verify",
-]
-
 FORMATS = (1, 2)  # 2: in parts
 MODEL, STATE, MANIFEST = "model.safetensors", "state.json", "manifest.json"
 KINDS = ("model", "optimizer")

@@ -16,8 +16,6 @@ from bagu.train.memory.divided import buffers_of
 from bagu.train.memory.sharded import Cut
 from bagu.train.state import TrainState
 
-__all__ = ["load_model_tensors", "restore"]
-
 
 def restore(path: Path, state: TrainState) -> dict[str, Any]:
     """Load a verified checkpoint into `state`; return the facts that were saved with it.

@@ -20,8 +20,6 @@ import torch
 
 from bagu.train.memory.sharded import Cut
 
-__all__ = ["SavedTensors", "file_name", "write_parts"]
-
 CUTS = "cuts"  # the key of the metadata: {name: [start, shape]} as JSON
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from bagu.train.checkpoint import CheckpointError, Snapshot, clear_partial, unneeded, write
 
-__all__ = ["Saved", "Saver"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:

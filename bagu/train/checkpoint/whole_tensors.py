@@ -17,8 +17,6 @@ from bagu.train.memory.sharded import Cut, ShardedParameters
 from bagu.train.optim import Optimizer
 from bagu.train.state import TrainState
 
-__all__ = ["gathered_model", "gathered_optimizer", "set_local", "whole_shapes"]
-
 Copy = Callable[[torch.Tensor], torch.Tensor]
 
 

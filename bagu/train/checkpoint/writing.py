@@ -22,8 +22,6 @@ from bagu.train.memory.divided import buffers_of
 from bagu.train.memory.sharded import Cut
 from bagu.train.state import TrainState
 
-__all__ = ["Snapshot", "snapshot", "write"]
-
 PART = "part.json"  # of one rank: its files and their checksums, or why there are none; written last
 PART_TIMEOUT_S = 600.0  # how long rank 0 waits for the parts of other ranks
 WRITE_ERRORS = (OSError, safetensors.SafetensorError, ValueError)

@@ -28,8 +28,6 @@ from bagu.train.memory.flat import FlatParameters, Role, roles
 from bagu.train.memory.sharded import ShardedParameters
 from bagu.types import Batch
 
-__all__ = ["DividedModel", "buffers_of"]
-
 Flat = FlatParameters | ShardedParameters
 
 

@@ -32,8 +32,6 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import SpreadOf, everywhere
 from bagu.train.memory.gradients import DividedGradients, WholeGradients
 
-__all__ = ["ALIGN", "FlatParameters", "GradientHooks", "Role", "Segment", "Slot", "master_dtype", "roles", "trained"]
-
 ALIGN = 64  # elements: 128 bytes of bf16, so a kernel's vector loads stay aligned for every parameter
 
 

@@ -25,8 +25,6 @@ from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import Spread, sum_ends
 from bagu.parallel.zero import Unit
 
-__all__ = ["DividedGradients", "WholeGradients"]
-
 
 class Place(Protocol):
     """A parameter's range in the flat order: a `Slot`."""

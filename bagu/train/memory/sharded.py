@@ -30,8 +30,6 @@ from bagu.parallel.zero import GatherOnUse, Unit
 from bagu.train.memory.flat import ALIGN, GradientHooks, Role, Segment, Slot, master_dtype, roles, trained
 from bagu.train.memory.gradients import DividedGradients, WholeGradients
 
-__all__ = ["Cut", "Piece", "ShardedParameters", "Stage"]
-
 Stage = Literal[1, 2, 3]
 
 

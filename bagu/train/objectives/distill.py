@@ -20,8 +20,6 @@ from bagu.train.objectives.sft import SupervisedFineTuning
 from bagu.train.objectives.token_objective import TokenObjective
 from bagu.types import Batch
 
-__all__ = ["Distillation"]
-
 READERS: dict[str, TokenObjective] = {"text": LanguageModelling(), "chats": SupervisedFineTuning()}
 
 

@@ -22,8 +22,6 @@ from bagu.train.objective import Objective, check_causal
 from bagu.train.objectives.divergence import Divergence, Head, divergence_loss
 from bagu.types import IGNORE, Batch
 
-__all__ = ["DistillationLoss", "TeacherObjective"]
-
 DIVERGENCES = {"forward": "KL(teacher‖student)", "reverse": "KL(student‖teacher)", "jsd": "Jensen–Shannon divergence"}
 
 

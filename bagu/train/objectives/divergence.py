@@ -24,8 +24,6 @@ import torch
 from bagu.ops.linear_cross_entropy.chunked import Gradients, chunks, joined, operand, part, product
 from bagu.ops.signature import accumulator
 
-__all__ = ["Divergence", "Head", "divergence_loss"]
-
 Divergence = Literal["forward", "reverse", "jsd"]
 # log p, log q -> the divergence of each row, and its gradient by the logits of q
 Rule = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -18,8 +18,6 @@ from bagu.train.objective import TrainingData, check_causal
 from bagu.train.objectives.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
-__all__ = ["NEXT_TOKEN_DISPLAY", "LanguageModelling", "text_stores"]
-
 NEXT_TOKEN_DISPLAY = Display(
     curves=(
         Curve(title="Loss", unit="nats per token", metrics={"loss_nats": "training", "val_loss_nats": "validation"}),

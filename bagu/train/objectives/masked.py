@@ -18,8 +18,6 @@ from bagu.train.objectives.language_modelling import text_stores
 from bagu.train.objectives.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
-__all__ = ["MaskedLanguageModelling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLanguageModelling(TokenObjective):

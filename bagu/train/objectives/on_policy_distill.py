@@ -24,8 +24,6 @@ from bagu.train.rl.prompt_data import PromptObjective
 from bagu.train.rl.rollout import Answer, PackShape, RolloutBatch
 from bagu.train.rl.tally import ANSWER_CURVES
 
-__all__ = ["OnPolicyDistillation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyDistillation(TeacherObjective[RolloutBatch], PromptObjective):

@@ -22,8 +22,6 @@ from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY
 from bagu.train.objectives.token_objective import TokenObjective, token_data
 from bagu.types import Batch
 
-__all__ = ["SupervisedFineTuning"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFineTuning(TokenObjective):

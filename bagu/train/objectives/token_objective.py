@@ -13,8 +13,6 @@ from bagu.train.cross_entropy import CrossEntropy, check_z_loss
 from bagu.train.objective import NO_MODELS, Objective, SourceSize, TrainingData
 from bagu.types import Batch
 
-__all__ = ["TokenObjective", "token_data"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenObjective(Objective[Batch]):

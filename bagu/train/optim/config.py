@@ -11,8 +11,6 @@ import torch
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.fast_dtype import compute_dtype_name
 
-__all__ = ["DEFAULTS", "OptimizerConfig"]
-
 Kind = Literal[
     "sgd", "momentum", "nesterov", "adagrad", "adadelta", "rmsprop", "adam", "adamw", "lion", "muon"
 ]  # fmt: skip

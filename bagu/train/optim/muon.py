@@ -24,8 +24,6 @@ from bagu.train.memory.flat import Segment, Slot
 from bagu.train.memory.sharded import Piece
 from bagu.train.optim.rules import Now
 
-__all__ = ["MatrixParts", "mix_momentum", "muon", "muon_over_tp", "muon_part", "muon_part_over_tp", "orthogonalise"]
-
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero, so that small singular values grow fastest
 
 

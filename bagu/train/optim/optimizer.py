@@ -20,8 +20,6 @@ from bagu.train.optim.config import OptimizerConfig
 from bagu.train.optim.muon import MatrixParts, mix_momentum, muon, muon_over_tp, muon_part, muon_part_over_tp
 from bagu.train.optim.rules import Now
 
-__all__ = ["Optimizer", "state_bytes"]
-
 RULES: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {  # the update function and the names of its state
     "sgd": (rules.sgd, ()),
     "momentum": (rules.momentum, ("velocity",)),

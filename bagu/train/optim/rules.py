@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Now", "adadelta", "adagrad", "adam", "adamw", "lion", "momentum", "nesterov", "rmsprop", "sgd"]
-
 Tensor = torch.Tensor
 
 

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Bin", "brier_score", "calibration_error", "reliability"]
-
 BINS = 5
 
 

@@ -34,8 +34,6 @@ from bagu.train.rl.logprobs import segment_sums, token_logprobs
 from bagu.train.rl.reference import Reference
 from bagu.types import Batch
 
-__all__ = ["PolicyPreferenceLoss", "PreferenceOptimization"]
-
 Variant = Literal["dpo", "ipo", "kto", "simpo"]
 BETA: dict[Variant, float] = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0}
 SPARE_STEPS = 8  # batches that the guard may refuse: a refused step uses up its pairs

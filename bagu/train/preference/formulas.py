@@ -17,8 +17,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-__all__ = ["bradley_terry", "dpo", "ipo", "kto", "simpo"]
-
 
 def preference_nll(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
     """-log of the probability of the labels, where sigmoid(logits) is that of the pair as it is labelled."""

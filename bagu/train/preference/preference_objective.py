@@ -21,8 +21,6 @@ from bagu.nn.config import ModelConfig
 from bagu.train.loss import Totals
 from bagu.train.objective import Objective, RunSettings, SourceSize, TrainingData, check_pretrained
 
-__all__ = ["PreferenceData", "PreferenceObjective", "PreferenceTotals", "preference_data", "right_share"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceTotals(Totals):

@@ -32,8 +32,6 @@ from bagu.runs.plain_progress import plain_progress
 from bagu.train.rl.logprobs import segment_sums
 from bagu.train.rl.reference import Reference
 
-__all__ = ["model_digest", "with_reference"]
-
 
 def model_digest(model: Transformer) -> str:
     """A hash of the weights without LoRA, the dtype, and the kind of device, whose kernels round in their own way."""

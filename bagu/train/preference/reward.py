@@ -22,8 +22,6 @@ from bagu.train.preference.calibration import BINS, brier_score, calibration_err
 from bagu.train.preference.formulas import bradley_terry
 from bagu.train.preference.preference_objective import PreferenceObjective, PreferenceTotals, right_share
 
-__all__ = ["RewardLoss", "RewardModelling", "answer_scores"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelling(PreferenceObjective):

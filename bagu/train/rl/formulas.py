@@ -17,12 +17,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-__all__ = [
-    "Estimator", "Normalization", "adapted_coefficient", "clipped", "clipped_policy_loss", "clipped_value_loss",
-    "generalized_advantages", "group_advantages", "importance_weights", "kl_estimate", "rewards_differ",
-    "token_weights", "whitened",
-]  # fmt: skip
-
 Estimator = Literal["k1", "k2", "k3"]
 Normalization = Literal["token", "sequence", "fixed"]
 ROUNDING = 1e-5  # relative: a hundred roundings of fp32

@@ -23,8 +23,6 @@ from bagu.train.rl.policy_loss import PolicyLoss, PolicyTotals
 from bagu.train.rl.policy_objective import PolicyObjective
 from bagu.train.rl.rollout import Answer, RolloutBatch
 
-__all__ = ["GroupRelative", "GroupRelativeLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRelative(PolicyObjective):

@@ -31,8 +31,6 @@ from bagu.train.rl.rollout import Answer, PackShape, Rollout, RolloutBatch, Samp
 from bagu.train.rl.tally import Tally
 from bagu.types import Completion
 
-__all__ = ["Learner", "PromptLoader", "RolloutConfig", "RolloutLoader"]
-
 TRAIN, HELD_OUT = 0, 1  # parts of a seed
 
 

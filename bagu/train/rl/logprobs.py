@@ -8,8 +8,6 @@ from bagu import ops
 from bagu.nn.model import Output, Transformer
 from bagu.types import IGNORE, Batch
 
-__all__ = ["segment_sums", "token_logprobs"]
-
 
 def token_logprobs(model: Transformer, batch: Batch) -> tuple[torch.Tensor, Output]:
     """log p of each target, [T] fp32 and 0 where the target is IGNORE, and the output of the model.

@@ -29,8 +29,6 @@ from bagu.train.rl.reference import Reference
 from bagu.train.rl.rollout import Answer, PackShape, RolloutBatch, with_columns
 from bagu.types import Batch
 
-__all__ = ["PolicyLoss", "PolicyPart", "PolicyTotals"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTotals(Totals):

@@ -13,8 +13,6 @@ from bagu.train.rl.loader import RolloutConfig
 from bagu.train.rl.prompt_data import PromptObjective
 from bagu.train.rl.tally import ANSWER_CURVES
 
-__all__ = ["PolicyObjective"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(PromptObjective):

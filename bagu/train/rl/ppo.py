@@ -38,8 +38,6 @@ from bagu.train.rl.policy_objective import PolicyObjective
 from bagu.train.rl.rollout import Answer, RolloutBatch
 from bagu.types import Batch
 
-__all__ = ["ProximalPolicy", "ProximalPolicyLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProximalPolicy(PolicyObjective):

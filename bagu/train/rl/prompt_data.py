@@ -19,8 +19,6 @@ from bagu.train.objective import Objective, SourceSize, TrainingData
 from bagu.train.rl.loader import PromptLoader, RolloutConfig
 from bagu.train.rl.rollout import PackShape, RolloutBatch
 
-__all__ = ["PromptObjective", "prompt_data"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptObjective(Objective[RolloutBatch]):

@@ -17,8 +17,6 @@ from bagu.nn.model import Transformer
 from bagu.train.rl.logprobs import token_logprobs
 from bagu.types import Batch
 
-__all__ = ["Reference"]
-
 
 class Reference:
     """`Reference.of(model)` takes the initial policy; `Objective.loss` gets a model with those weights, also on resume.

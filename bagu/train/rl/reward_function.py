@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["RewardFunction", "Sample", "Scored"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:

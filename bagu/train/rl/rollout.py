@@ -26,8 +26,6 @@ import torch
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.types import Batch, Completion
 
-__all__ = ["Answer", "PackShape", "Rollout", "RolloutBatch", "Sampler", "with_columns"]
-
 
 class Sampler(Protocol):
     """Samples from the policy that is trained, with the weights it has now."""

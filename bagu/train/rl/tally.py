@@ -11,8 +11,6 @@ from bagu.runs.display import Curve
 from bagu.train.rl.reward_function import Scored
 from bagu.types import Completion
 
-__all__ = ["ANSWER_CURVES", "Tally"]
-
 ANSWER_CURVES = (
     Curve(
         title="Entropy", unit="nats per token",

@@ -19,7 +19,8 @@ from bagu.errors import ArgumentError
 from bagu.lab.core import Row
 from bagu.lab.parts.byte_models import VOCAB, read_bytes, rows_of, train_on_bytes
 from bagu.nn import ModelConfig, Transformer
-from bagu.nn.config import Alibi, Learned, NoPositions, Positions, Rope, Sinusoidal, T5Relative, YarnScaling
+from bagu.nn.config import Alibi, Positions, Rope, Sinusoidal, T5Relative, YarnScaling
+from bagu.nn.position_choices import Learned, NoPositions
 
 L, LONGER = 64, 4
 ROWS = 16
