@@ -39,6 +39,7 @@ from bagu.ops.mla_attention import mla_attention
 from bagu.ops.mlp import mlp
 from bagu.ops.paged_attention import paged_attention
 from bagu.ops.quantize_fp8 import quantize_fp8
+from bagu.ops.quantize_fp8_matrix import quantize_fp8_matrix
 from bagu.ops.quantize_int8 import quantize_int8
 from bagu.ops.relu_squared import relu_squared
 from bagu.ops.rms_norm import rms_norm
@@ -89,6 +90,7 @@ __all__ = [
     "paged_attention",
     "positive_features",
     "quantize_fp8",
+    "quantize_fp8_matrix",
     "quantize_int4",
     "quantize_int8",
     "relu_squared",

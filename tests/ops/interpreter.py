@@ -60,13 +60,14 @@ def install() -> None:
 
 
 def converted_by_torch(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """The conversion of fp32 to e4m3 by PyTorch, all others by `convert`."""
+    """The conversion of fp32 to fp8 by PyTorch, all others by `convert`."""
+    fp8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
     @wraps(convert)
     def converted(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if (source.name, target.name) != ("fp32", "fp8e4nv"):
+        if source.name != "fp32" or target.name not in fp8:
             return convert(data, source, target, rounding_mode)
-        return torch.tensor(data).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return torch.tensor(data).to(fp8[target.name]).view(torch.uint8).numpy()
 
     return converted
 

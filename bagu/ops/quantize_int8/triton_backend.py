@@ -61,7 +61,7 @@ def _rows_wide(
 
 
 @triton.jit
-def _tensor_top(
+def tensor_top(
     x_ptr, top_ptr, M, N, x_stride, TILES,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _by_many_rows(
             top, scale, inverse, pieces, N, BLOCK_P=block_p, BLOCK_N=columns, ACC=acc, num_warps=4
         )
     else:
-        _tensor_top[(pieces,)](x, top, M, N, x.stride(0), down * across, STAGES=3, **tile)
+        tensor_top[(pieces,)](x, top, M, N, x.stride(0), down * across, STAGES=3, **tile)
     _tiles[(across * down,)](
         x, top, inverse, q, scale, pieces, M, N, x.stride(0),
         BLOCK_P=1 if channel else next_power_of_2(pieces), CHANNEL=channel, **tile,
