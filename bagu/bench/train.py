@@ -40,12 +40,13 @@ __all__ = ["main"]
 
 @contextmanager
 def bagu_step(
-    shape: Shape, device: torch.device, dtype: torch.dtype, *, micro_batches: int, compiled: bool, recompute: str
-) -> Iterator[Callable[[], float]]:
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, micro_batches: int, compiled: bool, recompute: str,
+    fp8: bool = False,
+) -> Iterator[Callable[[], float]]:  # fmt: skip
     """One step of bagu's trainer: fp32 master weights, AdamW, clipping, the guard; a real step except for its data."""
     config = TrainConfig(
         steps=10**6, compile=compiled, activation_checkpointing=recompute,  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+        optimizer=OptimizerConfig(kind="adamw", lr=1e-4), precision="fp8" if fp8 else None,
     )  # fmt: skip
     model = Transformer(shape.model, device=device, dtype=dtype)
     init_weights(model, seed=0)
@@ -91,6 +92,7 @@ def main(
     micro_batches: Sequence[int] = (1,),
     compiled: Sequence[bool] = (False,),
     recompute: str = "none",
+    fp8: bool = False,
     rounds: int = 1,
     dtype: str | None = None,
     device: str | None = None,
@@ -99,7 +101,8 @@ def main(
 ) -> int:
     """Time bagu and the peers, `rounds` times in turn; print a table and append the rows to `out`.
 
-    The default `dtype` is the faster one on this machine.
+    The default `dtype` is the faster one on this machine. With `fp8`, bagu without torch.compile is also timed with the
+    products of linear layers in fp8.
     """
     for name, value in [("steps", steps), ("rounds", rounds), *(("micro_batches", m) for m in micro_batches)]:
         if value < 1:
@@ -113,13 +116,15 @@ def main(
     chosen, as_dtype = SHAPES[shape], named_dtype(dtype)
     rows = Rows(out, default=RESULTS / "train", as_json=as_json)
     common = {"system": "train", "shape": shape, "model": asdict(chosen.model), "device": str(where)}
+    ways = [("bagu compiled" if c else "bagu", {"compiled": c}) for c in compiled]
+    ways += [("bagu fp8", {"compiled": False, "fp8": True})] if fp8 else []
     for _ in range(rounds):
-        for c in compiled:
+        for name, options in ways:
             for m in micro_batches:
                 settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
-                create = partial(bagu_step, chosen, where, as_dtype, micro_batches=m, compiled=c, recompute=recompute)
+                create = partial(bagu_step, chosen, where, as_dtype, micro_batches=m, recompute=recompute, **options)
                 times = time_steps(create, where, steps=steps)
-                rows.add([common | _row("bagu compiled" if c else "bagu", chosen, times) | settings])
+                rows.add([common | _row(name, chosen, times) | settings])
         for peer in peers:
             if peer not in PEERS:
                 found = script_rates(Path(peer))[-1]

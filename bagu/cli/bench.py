@@ -30,7 +30,7 @@ bench = group("Benchmark ops, training steps, the inference engine, evaluation o
 @bench.command("train")
 def bench_train(
     shape: Annotated[
-        str, Option(help="cpu_6m, llama_1b, llama_1b_long or gpt_d20. Default: chosen for this machine.")
+        str, Option(help="cpu_6m, llama_1b, llama_1b_long, llama_8b_4 or gpt_d20. Default: chosen for this machine.")
     ] = "",
     peer: Annotated[
         list[str] | None,
@@ -43,6 +43,7 @@ def bench_train(
     micro_batches: Annotated[list[int] | None, Option(help="Micro-batches per step; repeatable.")] = None,
     compile: Annotated[bool, Option("--compile", help="Also time bagu under torch.compile.")] = False,
     recompute: Annotated[str, Option(help="Activation recomputation: none, selective or block.")] = "none",
+    fp8: Annotated[bool, Option("--fp8", help="Also time bagu with train.precision=fp8.")] = False,
     rounds: Rounds = 1,
     dtype: BenchDtype = None,
     device: Device = None,
@@ -54,8 +55,8 @@ def bench_train(
 
     status = part.main(
         shape or None, peers=peer or (), steps=steps, micro_batches=micro_batches or (1,),
-        compiled=(False, True) if compile else (False,), recompute=recompute, rounds=rounds, dtype=dtype,
-        device=device, out=out, as_json=as_json,
+        compiled=(False, True) if compile else (False,), recompute=recompute, fp8=fp8, rounds=rounds,
+        dtype=dtype, device=device, out=out, as_json=as_json,
     )  # fmt: skip
     raise typer.Exit(status)
 

@@ -1,7 +1,8 @@
 """The linear layer: y = x Wᵀ + b, W as [out, in]. Every matmul with a weight goes through it, so FLOPs can be counted.
 
 A weight may have two additions: weight normalization (W = gain * V / |V|, per row; https://arxiv.org/abs/1602.07868)
-and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, added by nn/lora.py). A frozen weight may be int8.
+and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, added by nn/lora.py). A frozen weight may be int8, and a
+layer may train in fp8 (nn/fp8.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.nn.fp8 import Rounded, fp8_linear
 from bagu.nn.int8 import int8_matmul
 
 
@@ -34,6 +36,7 @@ class Linear(nn.Module):
     gain: nn.Parameter | None  # length of each row, with weight normalization
     lora_a: nn.Parameter | None  # [rank, in]
     lora_b: nn.Parameter | None  # [out, rank]
+    rounded: Rounded | None  # the weight in fp8, if the layer trains with it
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Linear(nn.Module):
         self.gain = parameter(out_features, **factory) if weight_norm else None
         self.weight_scale = self.lora_a = self.lora_b = None
         self.lora_scale = 0.0
+        self.rounded = None
         self._dtype = self.weight.dtype
 
     @property
@@ -105,8 +109,10 @@ class Linear(nn.Module):
         return (w.to(acc) + self.lora_scale * (self.lora_b.to(acc) @ self.lora_a.to(acc))).to(w.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight_scale is None:
-            y: torch.Tensor = ops.matmul(x, self.matrix(), self.bias)
+        if self.rounded is not None and self.training:
+            y = fp8_linear(x, self.weight, self.rounded, self.bias)
+        elif self.weight_scale is None:
+            y = ops.matmul(x, self.matrix(), self.bias)
         else:
             y = int8_matmul(x, self.weight, self.weight_scale, self.bias)
         if self.lora_a is None or self.lora_b is None:

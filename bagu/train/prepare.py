@@ -31,7 +31,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Context manager: the model in training mode, with its blocks recomputed and compiled as configured.
 
-    On a GPU, a small model that is neither recomputed nor compiled runs as CUDA graphs (graphs.py).
+    On a GPU, a small model that is neither recomputed, compiled nor in fp8 runs as CUDA graphs (graphs.py).
     """
     if device.type == "cpu":
         keep_freed_memory()
@@ -60,8 +60,9 @@ def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Ite
 
 
 def _as_it_is(config: TrainConfig) -> bool:
-    """Whether blocks run unchanged: a recomputed block runs twice, and a graph may select other algorithms."""
-    return config.activation_checkpointing == "none" and not config.deterministic
+    """Whether blocks run unchanged: a recomputed block runs twice, a graph may select other algorithms, and fp8 weights
+    have a new address in every step."""
+    return config.activation_checkpointing == "none" and not config.deterministic and config.precision is None
 
 
 def _dtype(model: Transformer) -> torch.dtype:

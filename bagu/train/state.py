@@ -21,6 +21,7 @@ from bagu.train.cross_entropy import CrossEntropy
 from bagu.train.loss import Loss, TokenLoss
 from bagu.train.memory.divided import DividedModel
 from bagu.train.memory.flat import FlatParameters
+from bagu.train.memory.fp8 import Fp8Weights
 from bagu.train.memory.sharded import ShardedParameters, Stage
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
@@ -35,7 +36,9 @@ class TrainConfig:
 
     `clip` is the largest global gradient norm. `compile`: true compiles or raises; null compiles if possible, and
     warns otherwise. `activation_checkpointing` keeps the input of each block ("block"), or its matrix products
-    and attention ("selective"), and recomputes the rest in the backward. `deterministic` makes a GPU run bitwise
+    and attention ("selective"), and recomputes the rest in the backward. `precision` "fp8" rounds the operands of the
+    products of linear layers, except the head's, to 8 bits (nn/fp8.py); null leaves them in the model's dtype.
+    `deterministic` makes a GPU run bitwise
     reproducible, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
     `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
 
@@ -54,6 +57,7 @@ class TrainConfig:
     clip: float | None = 1.0
     compile: bool | None = False
     activation_checkpointing: Recompute = "none"
+    precision: Literal["fp8"] | None = None
     deterministic: bool = False
     eval_every: int | None = None
     sample_every: int | None = None
@@ -141,6 +145,8 @@ def _check_goes_together(config: TrainConfig) -> None:
             f"compile and {pair} do not go together: {what} in hooks of the compiled blocks",
             hint="set compile=false" + ("" if mesh.divides_model else ", or zero=2"),
         )
+    if config.precision == "fp8":
+        _check_fp8(config)
     if mesh.pp > 1 and config.zero_stage == 3:
         raise ArgumentError(
             "pp and ZeRO stage 3 do not go together: a backward would need parameters that another micro-batch freed",
@@ -152,6 +158,22 @@ def _check_goes_together(config: TrainConfig) -> None:
             "the backward has two parts, and what selective keeps can be used once",
             hint="use activation_checkpointing=block, or pipeline=1f1b",
         )
+
+
+def _check_fp8(config: TrainConfig) -> None:
+    """Raise if weights cannot be rounded once a step, or the products would not be those of nn/fp8.py."""
+    mesh = config.mesh
+    for what, why, hint in (
+        (
+            mesh.divides_model and f"the mesh {mesh}",
+            "the scale of a tensor would be that of a part of it",
+            "dp or shard",
+        ),
+        (mesh.shard > 1 and config.zero_stage == 3 and "ZeRO stage 3", "it frees weights within a step", "zero=2"),
+        (config.compile is not False and "compile", "the compiler does not see fp8 products", "compile=false"),
+    ):
+        if what:
+            raise ArgumentError(f"precision fp8 and {what} do not go together: {why}", hint=f"use {hint}")
 
 
 def check_mesh(config: TrainConfig, model: Transformer, mesh: Mesh | None) -> None:
@@ -226,6 +248,9 @@ class TrainState:
         self.optimizer = Optimizer(config.optimizer, self.flat, parts=parts)
         self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records the resolved options
         self.guard = Guard(config.stability)
+        self.fp8 = None if config.precision is None else Fp8Weights(model, self.device)
+        if self.fp8 is not None:
+            self.fp8.round()
         self.step = 0
         self.data_step = 0
         self.updates = 0
@@ -240,6 +265,12 @@ class TrainState:
         """The learning rate of the next update."""
         return self.config.optimizer.lr * factor(self.config.schedule, self.step, self.config.steps)
 
+    def publish(self) -> None:
+        """Bring the updated masters into the model, with all that is computed from them."""
+        self.flat.publish()
+        if self.fp8 is not None:
+            self.fp8.round()
+
     @contextmanager
     def whole_model(self) -> Iterator[Transformer]:
         """Inside, the caller's model has its current values, on every rank, for evaluation and sampling."""
@@ -252,6 +283,8 @@ class TrainState:
     def close(self, *, gather: bool = True) -> None:
         """Release the flat buffers. With `gather` the caller's model has its trained parameters afterwards; ranks that
         failed do not gather, because the others may not come."""
+        if self.fp8 is not None:
+            self.fp8.release()
         self.flat.release(gather=gather)
         if self.divided is not None and gather:
             self.divided.fill()

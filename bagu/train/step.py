@@ -53,7 +53,7 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
         scale = clip / grad_norm if clip is not None and grad_norm > clip else 1.0
         state.updates += 1
         state.optimizer.update(lr=lr, step=state.updates, scale=scale)
-        state.flat.publish()
+        state.publish()
         if parts[0].expert_load:
             balanced = state.model if state.divided is None else state.divided
             balanced.update_balance(_expert_load(state.mesh, parts))

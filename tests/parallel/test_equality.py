@@ -45,6 +45,8 @@ TWO = [
     *(short(f"offloaded, zero {stage}", zero=stage, options={"offload": True}) for stage in (1, 3)),
     short("offloaded muon", optimizer=MUON, options={"offload": True}),
     short("no clipping", options={"clip": None}),
+    short("fp8, data parallel", mesh="dp=2", options={"precision": "fp8"}),
+    short("fp8, zero 2", zero=2, options={"precision": "fp8"}),
 ]
 FOUR = [
     Case(name="zero 3", mesh="shard=4", zero=3),

@@ -46,7 +46,8 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
         raise UnknownName.among("dtype of quantize_fp8_matrix", args["dtype"], DTYPES)
     if args["amax"] is not None and not 1 <= dims["P"] <= MOST_PARTS:
         raise ArgumentError(
-            f"quantize_fp8_matrix: amax has {dims['P']} numbers, expected 1 to {MOST_PARTS}", hint="pass amax.amax()[None]"
+            f"quantize_fp8_matrix: amax has {dims['P']} numbers, expected 1 to {MOST_PARTS}",
+            hint="pass amax.amax()[None]",
         )
 
 

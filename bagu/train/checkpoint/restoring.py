@@ -50,7 +50,7 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
                     place.values.copy_(saved[kind].read(name, place.start, place.start + len(place.values)))
                 else:
                     place.copy_(saved[kind].whole(name))
-    state.flat.publish()
+    state.publish()
     state.step, state.data_step = facts["step"], facts["data_step"]
     state.updates = facts["updates"]
     state.guard.load(facts["guard"])
