@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from bagu.cli import main
+from bagu.cli.options import takes
+from bagu.config.options import to_arguments
+from bagu.recipes.verbs import DemoOptions, TrainOptions
 from bagu.runs.record import record_file
 from bagu.serve.config import parse_bytes
 
@@ -123,3 +128,17 @@ def test_a_folder_of_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_parse_bytes_understands_units() -> None:
     sizes = {"1000": 1000, "2GB": 2 * 10**9, "512MiB": 512 * 2**20, "1.5 kib": 1536}
     assert {text: parse_bytes(text) for text in sizes} == sizes
+
+
+def test_options_of_a_dataclass_come_back_from_the_command_line_that_gives_them() -> None:
+    given = TrainOptions(
+        data=("a.txt", "b c.txt"), settings=("train.steps=3", "data.rows=2"), out=Path("x y"), resume=True, start="m",
+        max_restarts=0, hang_timeout=1.5,
+    )  # fmt: skip
+    app, seen = typer.Typer(), list[TrainOptions]()
+    app.command()(takes(TrainOptions)(seen.append))
+    app(to_arguments(given), standalone_mode=False)
+    app(to_arguments(given, without=("data", "start")), standalone_mode=False)
+    app([], standalone_mode=False)
+    assert seen == [given, replace(given, data=(), start=None), TrainOptions()]
+    assert to_arguments(TrainOptions()) == [] and to_arguments(DemoOptions(serve=False)) == ["--no-serve"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,7 +207,7 @@ def recipe(name: str) -> Run:
     return RECIPES[name]()
 
 
-def with_data(run: Run, paths: list[str]) -> Run:
+def with_data(run: Run, paths: Sequence[str]) -> Run:
     """The run with these files or folders instead of its own sources; each is a source with the name of its file."""
     if not paths:
         return run

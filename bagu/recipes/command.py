@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bagu import config as configs
+from bagu.config.options import to_arguments
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_dtype
@@ -26,10 +27,11 @@ from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.explanation import Explanation
 from bagu.recipes.find import find_model
 from bagu.recipes.models import load_model, save_as_gguf, save_model, tokenizer_folder
-from bagu.recipes.ranks import Ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
+from bagu.recipes.ranks import asked_ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
+from bagu.recipes.verbs import ExportOptions, TrainOptions
 from bagu.runs.folder import RunFolder
 from bagu.train.objective import Objective
 from bagu.train.report import ReportData, read_run, write_report
@@ -41,46 +43,24 @@ FORMATS = ("safetensors", *FILES)  # of `bagu export`
 DEFAULT = "small"  # the recipe of a run that names none
 
 
-def train_main(
-    data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
-    resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None, dry_run: bool,
-    mesh: str | None = None, nproc: int | None = None, max_restarts: int = 3, hang_timeout: float = 600.0,
-    explain: bool = False,
-) -> int:  # fmt: skip
-    """Build a run from the arguments, train it, and write its report. With `dry_run`, only check and print the run.
+def train_main(given: TrainOptions) -> int:
+    """Build a run from the options, train it, and write its report. With `dry_run`, only check and print the run.
 
     With `resume` the run is read from the folder's config.json; if there is none, a new run starts from data, config or
     start. With `nproc` this process starts so many ranks and waits for them.
     """
-    ranks = Ranks(mesh=mesh, nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout)
     place = find_place(os.environ)
     if place is not None:
         use_own_gpu(place)
     with quiet_unless_first(place):
-        run = _built(
-            data, recipe=recipe, config=config, start=start, settings=settings, out=out, resume=resume,
-            accept_data_change=accept_data_change, reward=reward, prompts=prompts, wandb=wandb,
-            on_mesh=partial(mesh_settings, ranks=ranks, place=place, divide=not resume and not _shapes_steps(settings)),
-        )  # fmt: skip
-        run.train.mesh.check_ranks(ranks.number(place))
-        if nproc is not None and place is None and not dry_run:
-            again = [
-                *data, *_flags("--recipe", recipe), *_flags("--config", config), *_flags("--from", start),
-                *_flags("--set", *settings), *_flags("--out", out), *(["--resume"] if resume else []),
-                *(["--accept-data-change"] if accept_data_change else []), *_flags("--reward", reward),
-                *_flags("--prompt", *prompts), *_flags("--wandb", wandb), *(["--explain"] if explain else []),
-            ]  # fmt: skip
-            say = partial(print, "bagu:", file=sys.stderr, flush=True)
-            return start_ranks(run, out, ranks, lambda m: ["train", *again, "--mesh", str(m)], say)
-        return _train(
-            run, out, place, resume=resume, accept_data_change=accept_data_change, prompts=prompts, dry_run=dry_run,
-            explain=explain,
-        )  # fmt: skip
-
-
-def _flags(name: str, *values: object) -> list[str]:
-    """An option of the command line, once for each value that is given."""
-    return [word for value in values if value is not None for word in (name, str(value))]
+        divide = not given.resume and not _shapes_steps(given.settings)
+        run = _built(given, partial(mesh_settings, given=given, place=place, divide=divide))
+        run.train.mesh.check_ranks(asked_ranks(given, place))
+        if given.nproc is None or place is not None or given.dry_run:
+            return _train(run, given, place)
+        again = to_arguments(given, without=("mesh", "nproc", "max_restarts", "hang_timeout"))
+        say = partial(print, "bagu:", file=sys.stderr, flush=True)
+        return start_ranks(run, given, lambda mesh: ["train", *again, "--mesh", str(mesh)], say)
 
 
 def _shapes_steps(settings: Sequence[str]) -> bool:
@@ -88,44 +68,41 @@ def _shapes_steps(settings: Sequence[str]) -> bool:
     return any(setting.startswith(("data.micro_batches=", "data.rows=")) for setting in settings)
 
 
-def _built(
-    data: list[str], *, recipe: str | None, config: Path | None, start: str | None, settings: list[str], out: Path,
-    resume: bool, accept_data_change: bool, reward: str | None, prompts: list[str], wandb: str | None,
-    on_mesh: Callable[[Run], list[str]],
-) -> Run:  # fmt: skip
-    """The run that the arguments describe. `on_mesh` gives the settings that move it to the mesh that was asked for."""
-    if recipe is not None and (config is not None or (resume and RunFolder(out).is_run())):
+def _built(given: TrainOptions, on_mesh: Callable[[Run], list[str]]) -> Run:
+    """The run that the options describe. `on_mesh` gives the settings that move it to the mesh that was asked for."""
+    data, recipe, config, start, out = given.data, given.recipe, given.config, given.start, given.out
+    resumed = given.resume and RunFolder(out).is_run()
+    if recipe is not None and (config is not None or resumed):
         what = "the config of " + str(out if config is None else config)
         raise BaguError(
             f"--recipe {recipe} is given beside {what}", hint="leave --recipe out, and change settings with --set"
         )
-    if resume and RunFolder(out).is_run():
+    if resumed:
         if data or config is not None or start is not None:
             raise BaguError(
                 "--resume is given with data, --config or --from, and a resumed run keeps its own",
                 hint="leave them out; other settings can be changed with --set",
             )
         run = load_run(RunFolder(out).config_path)
-    elif resume and not data and config is None and start is None:  # probably a mistyped --out, not a new run
+    elif given.resume and not data and config is None and start is None:  # probably a mistyped --out, not a new run
         raise BaguError(f"{out} holds no run to resume", hint="check --out, or leave --resume out")
     elif config is not None:
         run = with_start(with_data(load_run(config), data), start)
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
-    run = with_settings(run, [*on_mesh(run), *settings])
-    if reward is not None:
-        run = replace(run, objective=_with_reward(run.objective, reward))
-    if wandb is not None:
-        run = replace(run, wandb=wandb)
-    resumed = resume and RunFolder(out).is_run()
-    if accept_data_change and not resumed:
+    run = with_settings(run, [*on_mesh(run), *given.settings])
+    if given.reward is not None:
+        run = replace(run, objective=_with_reward(run.objective, given.reward))
+    if given.wandb is not None:
+        run = replace(run, wandb=given.wandb)
+    if given.accept_data_change and not resumed:
         raise BaguError("--accept-data-change is given without a run to resume", hint="leave it out")
-    if prompts and isinstance(run.objective, PolicyObjective):
+    if given.prompt and isinstance(run.objective, PolicyObjective):
         raise BaguError(
             f"--prompt is given, and objective {run.objective.kind!r} shows answers to its own prompts",
             hint="leave --prompt out, or give other prompts as data",
         )
-    if prompts and run.train.sample_every is None:
+    if given.prompt and run.train.sample_every is None:
         raise BaguError(
             "--prompt is given, and this run continues no prompts: train.sample_every is null",
             hint="leave --prompt out, or set train.sample_every",
@@ -133,11 +110,9 @@ def _built(
     return run
 
 
-def _train(
-    run: Run, out: Path, place: Place | None, *, resume: bool, accept_data_change: bool, prompts: list[str],
-    dry_run: bool, explain: bool,
-) -> int:  # fmt: skip
+def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     """Train a run, alone or as one of its ranks, and write its report."""
+    out, resume, accept_data_change = given.out, given.resume, given.accept_data_change
     console = Console(stderr=True)
     explanation = Explanation(run, partial(console.print, highlight=False, soft_wrap=True, markup=False))
 
@@ -145,19 +120,19 @@ def _train(
         for line in summary.lines():
             style = "yellow" if line.startswith("warning") else None
             console.print(Text(line, style=style or ""), highlight=False, soft_wrap=True)
-        if explain:
+        if given.explain:
             explanation.before(summary, mesh)
 
-    if dry_run:
+    if given.dry_run:
         print(json.dumps(configs.to_dict(run), indent=2))
         announce(None, check(run, out, resume=resume, accept_data_change=accept_data_change))
         return 0
     with opened_mesh(run, place, out) as mesh:
         done = train(
             run, out, resume=resume, accept_data_change=accept_data_change, announce=partial(announce, mesh),
-            prompts=prompts or PROMPTS, mesh=mesh, timeline=explain,
+            prompts=given.prompt or PROMPTS, mesh=mesh, timeline=given.explain,
         )  # fmt: skip
-    if explain and (place is None or place.rank == 0):
+    if given.explain and (place is None or place.rank == 0):
         explanation.after(mesh, done.fit)
     if place is not None and place.rank > 0:
         return 130 if done.fit.interrupted else 0
@@ -186,10 +161,9 @@ def _report(run: Run, done: Trained) -> Path:
     return write_report(ReportData(title=shown.name, runs=[shown], tables=tables), done.folder.report)
 
 
-def export_main(
-    model: str, out: Path, *, dtype: str | None, format: str = "safetensors", quantization: str | None = None
-) -> None:
+def export_main(given: ExportOptions) -> None:
     """Write MODEL as a Hugging Face folder, a GGUF file, or an ONNX graph."""
+    out, dtype, format, quantization = given.out, given.dtype, given.format, given.quantization
     if format not in FORMATS:
         raise UnknownName.among("format", format, FORMATS)
     if quantization is not None and format != "gguf":
@@ -204,7 +178,7 @@ def export_main(
     if RunFolder(out).environment_path.is_file():
         raise BaguError(f"{out} is a run, and an export would write over its config.json", hint="give another folder")
     as_dtype = None if dtype is None else named_dtype(dtype)
-    found = find_model(model)
+    found = find_model(given.model)
     loaded = load_model(found, dtype=torch.float32 if format == "onnx" else as_dtype)
     place = tokenizer_folder(found)
     tokenizer = None if place is None else BpeTokenizer.load(place)

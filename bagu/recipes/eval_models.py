@@ -15,6 +15,7 @@ from bagu.nn.digest import digest_of
 from bagu.nn.model import Transformer
 from bagu.recipes.eval_server import ServerModel
 from bagu.recipes.loader import Loader
+from bagu.recipes.verbs import EvalOptions
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
@@ -84,23 +85,16 @@ def load_causal(loader: Loader) -> tuple[Transformer, BpeTokenizer, ChatEncoder 
     return loaded, words, chat
 
 
-def model_of(
-    model: str,
-    *,
-    tokenizer: str | None,
-    dtype: str,
-    device: str | None,
-    invariant: bool,
-    api_key: str | None,
-    quantization: str | None = None,
-) -> tuple[Model, dict[str, Any]]:
+def model_of(given: EvalOptions) -> tuple[Model, dict[str, Any]]:
     """The model behind MODEL, and the facts that determine its results."""
+    model, tokenizer, dtype, device = given.model, given.tokenizer, given.dtype, given.device
+    invariant, quantization = given.invariant, given.quantization
     if model.startswith(("http://", "https://")):
         if tokenizer or device or dtype != "auto" or invariant or quantization:
             raise ArgumentError(
                 "--tokenizer, --device, --dtype, --quantization and --invariant are the server's to choose"
             )
-        return ServerModel(model, api_key=api_key), {"url": model}
+        return ServerModel(model, api_key=given.api_key), {"url": model}
     loaded, words, chat = load_causal(Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device))
     weight = loaded.embedding.weight
     identity = {

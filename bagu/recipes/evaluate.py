@@ -24,6 +24,7 @@ from bagu.eval.score import Result, evaluate
 from bagu.eval.task import NORMALIZATIONS, Task, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.words import p_value, scale_of
+from bagu.recipes.verbs import EvalOptions
 from bagu.runs.plain_progress import PlainLines
 from bagu.runs.progress import draws
 
@@ -42,53 +43,32 @@ def find_task(name: str, max_len: int, judge: Judge | None = None) -> Task:
     return built_in(name, max_len)
 
 
-def eval_main(
-    model: str,
-    tasks: Sequence[str],
-    *,
-    out: Path | None,
-    limit: int | None,
-    few_shot: int | None,
-    normalization: str | None,
-    seed: int,
-    training: Path | None,
-    tokenizer: str | None,
-    dtype: str,
-    device: str | None,
-    invariant: bool,
-    quantization: str | None,
-    api_key: str | None,
-    judge: str | None,
-    judge_api_key: str | None,
-    as_json: bool,
-) -> int:
+def eval_main(given: EvalOptions) -> int:
+    normalization, limit, quantization = given.normalization, given.limit, given.quantization
     if normalization is not None and normalization not in NORMALIZATIONS:
         raise UnknownName.among("normalization", normalization, NORMALIZATIONS)
     if limit is not None and limit < 1:
         raise ArgumentError(f"--limit {limit}", hint="1 or more")
     from bagu.recipes.eval_models import model_of
 
-    console = Console(stderr=as_json, highlight=False)
-    asked, identity = model_of(
-        model, tokenizer=tokenizer, dtype=dtype, device=device, invariant=invariant, quantization=quantization,
-        api_key=api_key,
-    )  # fmt: skip
-    folder = out or Path("evals") / (asked.name if quantization is None else f"{asked.name}-{quantization}")
-    found = _tasks(tasks, asked.max_len, judge, judge_api_key, device)
+    console = Console(stderr=given.as_json, highlight=False)
+    asked, identity = model_of(given)
+    folder = given.out or Path("evals") / (asked.name if quantization is None else f"{asked.name}-{quantization}")
+    found = _tasks(given, asked.max_len)
     if normalization is not None and not any(task.kind == "choice" for task in found):
         raise ArgumentError("--normalization, and no task is multiple choice", hint="leave it out")
     changes: dict[str, Any] = {
-        k: v for k, v in (("few_shot", few_shot), ("normalization", normalization)) if v is not None
+        k: v for k, v in (("few_shot", given.few_shot), ("normalization", normalization)) if v is not None
     }
     results = []
     for task in found:
         task = replace(task, **changes)
         with _progress(task.name) as progress:
             results.append(
-                evaluate(asked, task, out=folder, limit=limit, seed=seed, identity=identity, progress=progress)
+                evaluate(asked, task, out=folder, limit=limit, seed=given.seed, identity=identity, progress=progress)
             )
-        if training is not None:
-            _report_contamination(task, limit, training, console)
+        if given.training is not None:
+            _report_contamination(task, limit, given.training, console)
     for result in results:
         if result.ungraded:
             graded = next(iter(result.metrics.values())).items
@@ -96,7 +76,7 @@ def eval_main(
                 f"[yellow]{result.task}: the judge gave no grade for {result.ungraded} of {graded + result.ungraded} "
                 "items[/]; they are not in the score"
             )
-    if as_json:
+    if given.as_json:
         print(json.dumps([_plain(result) for result in results], indent=1, ensure_ascii=False))
     else:
         console.print(table(results))
@@ -104,16 +84,14 @@ def eval_main(
     return 0
 
 
-def _tasks(
-    names: Sequence[str], max_len: int, judge: str | None, api_key: str | None, device: str | None
-) -> list[Task]:
+def _tasks(given: EvalOptions, max_len: int) -> list[Task]:
     """The tasks, with the judge for those whose file has a judge's prompt."""
-    if judge is None:
-        return [find_task(name, max_len) for name in names]
+    if given.judge is None:
+        return [find_task(name, max_len) for name in given.tasks]
     from bagu.recipes.judges import judge_of
 
-    grader = judge_of(judge, api_key=api_key, device=device)
-    found = [find_task(name, max_len, grader) for name in names]
+    grader = judge_of(given.judge, api_key=given.judge_api_key, device=given.device)
+    found = [find_task(name, max_len, grader) for name in given.tasks]
     if not any(task.judge for task in found):
         raise ArgumentError("--judge, and no task has a judge's prompt", hint="leave it out, or write `judge = …`")
     return found
@@ -178,11 +156,12 @@ def training_texts(path: Path) -> Iterator[str]:
     yield from (document.text for document in open_source(path).documents())
 
 
-def compare_main(a: Path, b: Path, *, out: Path | None, as_json: bool) -> int:
+def compare_main(given: EvalOptions) -> int:
     """`bagu eval --compare A B`: compare two folders of results."""
+    a, b = Path(given.model), Path(given.tasks[0])
     found = compare_folders(a, b)
-    page = write_comparison(found, (a.name, b.name), out or b / f"against-{a.name}.html")
-    if as_json:
+    page = write_comparison(found, (a.name, b.name), given.out or b / f"against-{a.name}.html")
+    if given.as_json:
         print(json.dumps([asdict(replace(c, differing=())) for c in found], indent=1))
         return 0
     console = Console(highlight=False)

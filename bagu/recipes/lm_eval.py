@@ -26,6 +26,7 @@ from tqdm import tqdm
 from bagu.errors import BaguError
 from bagu.eval.choice import continuation
 from bagu.recipes.eval_models import EngineModel, model_of
+from bagu.recipes.verbs import EvalOptions
 from bagu.serve.request import Sampling
 
 BATCH = 1024  # requests per call of the engine: results are cached and progress is shown after each
@@ -62,9 +63,10 @@ class BaguLM(LM):
             raise BaguError(f"path={path} is a server", hint="use the harness's --model local-completions for it")
         if device == "cuda:0" and not torch.cuda.is_available():  # the harness's default, whatever the machine has
             device = None
-        found, self._identity = model_of(
-            path, tokenizer=tokenizer, dtype=dtype, device=device, invariant=bool(invariant), api_key=None
+        asked = EvalOptions(
+            model=path, tasks=(), tokenizer=tokenizer, dtype=dtype, device=device, invariant=bool(invariant)
         )
+        found, self._identity = model_of(asked)
         assert isinstance(found, EngineModel)
         self.model = _MarkupModel(found.engine, found.tokenizer, found.chat, found.name)
         self._prefix = self.model.encode("") or [found.tokenizer.eos_id]  # precedes a text without a context

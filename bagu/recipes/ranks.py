@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bagu import config as configs
@@ -17,6 +16,7 @@ from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
 from bagu.parallel.mesh import DIMS, Dim, Mesh, MeshConfig, open_mesh
 from bagu.parallel.supervise import Job, Start, supervise
 from bagu.recipes.run import Run
+from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 
@@ -28,37 +28,28 @@ OPTIONS: dict[Dim, list[str]] = {  # that a mesh without the dimension does not 
 LOST = 75  # exit status of a rank whose peers are gone (EX_TEMPFAIL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The options of `bagu train` about ranks."""
-
-    mesh: str | None
-    nproc: int | None
-    max_restarts: int
-    hang_timeout: float
-
-    def number(self, place: Place | None) -> int:
-        """How many ranks run, or are to be started."""
-        return place.ranks if place is not None else self.nproc or 1
+def asked_ranks(given: TrainOptions, place: Place | None) -> int:
+    """How many ranks run, or are to be started."""
+    return place.ranks if place is not None else given.nproc or 1
 
 
-def mesh_settings(run: Run, ranks: Ranks, place: Place | None, *, divide: bool) -> list[str]:
+def mesh_settings(run: Run, given: TrainOptions, place: Place | None, *, divide: bool) -> list[str]:
     """The settings by which a run gets the mesh that was asked for.
 
     With `divide`, a step whose micro-batches the ranks cannot share is divided into one per rank and pipeline stage,
     with the same rows.
     """
     mesh, data = run.train.mesh, run.data
-    if ranks.nproc is not None and ranks.nproc < 1:
-        raise BaguError(f"--nproc is {ranks.nproc}", hint="give 1 or more")
-    if ranks.max_restarts < 0:
-        raise BaguError(f"--max-restarts is {ranks.max_restarts}", hint="give 0 or more")
-    if not ranks.hang_timeout > 0:
-        raise BaguError(f"--hang-timeout is {ranks.hang_timeout:g} s", hint="give a time above 0")
-    wanted = mesh if ranks.mesh is None else MeshConfig.parse(ranks.mesh)
-    if ranks.mesh is None and mesh.ranks == 1:
-        wanted = MeshConfig(dp=ranks.number(place))
-    wanted.check_ranks(ranks.number(place))
+    if given.nproc is not None and given.nproc < 1:
+        raise BaguError(f"--nproc is {given.nproc}", hint="give 1 or more")
+    if given.max_restarts < 0:
+        raise BaguError(f"--max-restarts is {given.max_restarts}", hint="give 0 or more")
+    if not given.hang_timeout > 0:
+        raise BaguError(f"--hang-timeout is {given.hang_timeout:g} s", hint="give a time above 0")
+    wanted = mesh if given.mesh is None else MeshConfig.parse(given.mesh)
+    if given.mesh is None and mesh.ranks == 1:
+        wanted = MeshConfig(dp=asked_ranks(given, place))
+    wanted.check_ranks(asked_ranks(given, place))
     settings = [f"train.mesh.{name}={wanted.size(name)}" for name in DIMS if wanted.size(name) != mesh.size(name)]
     ranks_of_data, least = wanted.size("data"), wanted.size("data") * wanted.pp  # a stage works while others do
     too_few = data.micro_batches % ranks_of_data or data.micro_batches < least
@@ -71,7 +62,7 @@ def mesh_settings(run: Run, ranks: Ranks, place: Place | None, *, divide: bool) 
 
 
 def start_ranks(
-    run: Run, out: Path, ranks: Ranks, command: Callable[[MeshConfig], Sequence[str]], say: Callable[[str], None]
+    run: Run, given: TrainOptions, command: Callable[[MeshConfig], Sequence[str]], say: Callable[[str], None]
 ) -> int:
     """Start the ranks of a run and watch them. `command` is the command line of the first start.
 
@@ -80,7 +71,7 @@ def start_ranks(
     meshes, steps = [run.train.mesh], list[int]()
 
     def plan(attempt: int) -> Start:
-        folder = RunFolder(out)
+        folder = RunFolder(given.out)
         found = checkpoint.checkpoints(folder.checkpoints)
         steps.append(int(found[-1].name.removeprefix("step-")) if found else 0)
         if len(steps) > 2 and len(set(steps[-3:])) == 1 and (less := meshes[-1].smaller(run.data.micro_batches)):
@@ -88,10 +79,10 @@ def start_ranks(
             meshes.append(less)
         mesh = meshes[-1]
         again = attempt > 0 and folder.is_run()
-        words = ["train", "--resume", "--out", str(out), "--mesh", str(mesh)] if again else command(mesh)
+        words = ["train", "--resume", "--out", str(given.out), "--mesh", str(mesh)] if again else command(mesh)
         return Start(ranks=mesh.ranks, command=[sys.executable, "-m", "bagu", *words])
 
-    job = Job(plan=plan, max_restarts=ranks.max_restarts, hang_timeout_s=ranks.hang_timeout)
+    job = Job(plan=plan, max_restarts=given.max_restarts, hang_timeout_s=given.hang_timeout)
     return supervise(job, say)
 
 

@@ -18,6 +18,7 @@ from bagu.eval.report import interval_plot
 from bagu.eval.words import PERCENT
 from bagu.recipes.eval_models import model_of
 from bagu.recipes.models import save_model
+from bagu.recipes.verbs import EvalOptions
 from tests.eval.real_model import tokenizer, transformer
 from tests.eval.test_tasks import CHOICE, ROWS, task_file
 
@@ -66,7 +67,7 @@ def test_the_checksum_of_a_model_depends_on_the_place_of_every_weight(tmp_path: 
         save_model(saved, tokenizer(), tmp_path / name)
         tokenizer().save(tmp_path / name)
         folder = str(tmp_path / name)
-        found += [model_of(folder, tokenizer=None, dtype="auto", device="cpu", invariant=False, api_key=None)[1]]
+        found += [model_of(EvalOptions(model=folder, tasks=(), device="cpu"))[1]]
     assert found[0].pop("checksum") != found[1].pop("checksum")
     assert found[0] == found[1]
 

@@ -14,18 +14,19 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.nn.config import Alibi, MoEConfig
 from bagu.nn.onnx_export import check_onnx, export_onnx
 from bagu.recipes.command import export_main
+from bagu.recipes.verbs import ExportOptions
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(BaguError, match="needs the package onnx") as caught:
-        export_main("some/model", tmp_path / "model.onnx", dtype=None, format="onnx")
+        export_main(ExportOptions(model="some/model", out=tmp_path / "model.onnx", format="onnx"))
     assert "bagu[onnx]" in caught.value.hint
 
 
 def test_the_file_and_the_dtype_are_checked_first(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="not the name of an ONNX file"):
-        export_main("some/model", tmp_path / "model", dtype=None, format="onnx")
+        export_main(ExportOptions(model="some/model", out=tmp_path / "model", format="onnx"))
     with pytest.raises(ArgumentError, match="ONNX in bf16"):
         check_onnx("bf16")
 

@@ -20,6 +20,7 @@ from bagu.parallel.supervise import Job, Start
 from bagu.recipes import ranks
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
+from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
 
 SMALL = {
@@ -93,11 +94,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path)
 
 
 def train(*settings: str, **options: Any) -> None:
-    given: dict[str, Any] = {
-        "recipe": None, "config": None, "start": None, "out": Path("never"), "resume": False,
-        "accept_data_change": False, "reward": None, "prompts": [], "wandb": None, "dry_run": False,
-    }  # fmt: skip
-    train_main([], settings=list(settings), **given | options)
+    train_main(TrainOptions(settings=settings, **{"out": Path("never")} | options))
 
 
 @pytest.mark.parametrize(
@@ -151,11 +148,11 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(
 def test_a_step_of_one_micro_batch_is_divided_over_the_ranks_with_the_same_rows() -> None:
     """Not where the user says how a step is divided: that is refused above."""
     run = configs.override(recipe("small"), ["data.rows=8", "data.micro_batches=1"])
-    asked = ranks.Ranks(mesh="dp=2,shard=2", nproc=4, max_restarts=0, hang_timeout=1.0)
+    asked = TrainOptions(mesh="dp=2,shard=2", nproc=4, max_restarts=0, hang_timeout=1.0)
     divided = configs.override(run, ranks.mesh_settings(run, asked, None, divide=True))
     assert (divided.data.micro_batches, divided.data.rows) == (4, 2)
     assert divided.train.mesh.size("data") == 4
-    stages = ranks.Ranks(mesh="dp=2,pp=2", nproc=4, max_restarts=0, hang_timeout=1.0)  # two for each pipeline
+    stages = TrainOptions(mesh="dp=2,pp=2", nproc=4, max_restarts=0, hang_timeout=1.0)  # two for each pipeline
     divided = configs.override(run, ranks.mesh_settings(run, stages, None, divide=True))
     assert (divided.data.micro_batches, divided.data.rows) == (4, 2)
     kept = configs.override(run, ["data.micro_batches=8"])
@@ -177,8 +174,8 @@ def test_starts_that_make_no_checkpoint_go_on_with_fewer_ranks(tmp_path: Path, m
         return 0
 
     monkeypatch.setattr(ranks, "supervise", run_job)
-    options = ranks.Ranks(mesh=None, nproc=4, max_restarts=3, hang_timeout=1)
-    assert ranks.start_ranks(run, out, options, lambda mesh: ["train", "DATA", "--mesh", str(mesh)], said.append) == 0
+    options = TrainOptions(out=out, nproc=4, max_restarts=3, hang_timeout=1)
+    assert ranks.start_ranks(run, options, lambda mesh: ["train", "DATA", "--mesh", str(mesh)], said.append) == 0
     assert [start.ranks for start in starts] == [4, 4, 2, 2]
     assert starts[0].command[-4:] == ["train", "DATA", "--mesh", "dp=4"]
     assert starts[2].command[-6:] == ["train", "--resume", "--out", str(out), "--mesh", "dp=2"]

@@ -20,6 +20,7 @@ from bagu.eval.score import evaluate
 from bagu.recipes.eval_models import model_of
 from bagu.recipes.lm_eval import BaguLM
 from bagu.recipes.models import save_model
+from bagu.recipes.verbs import EvalOptions
 from tests.eval.real_model import naive_logprobs, real_model, tokenizer, transformer
 
 COLOURS = ["red", "lazy red", "quick brown", "the colour of a dog"]
@@ -119,7 +120,7 @@ def theirs(folder: Path) -> dict[str, Any]:
 
 def ours(folder: Path, name: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """The metrics and the items of bagu's own runner."""
-    model, _ = model_of(str(folder / "model"), tokenizer=None, dtype="fp32", device=None, invariant=True, api_key=None)
+    model, _ = model_of(EvalOptions(model=str(folder / "model"), tasks=(), dtype="fp32", invariant=True))
     result = evaluate(model, read_task(folder / f"{name}.toml"), out=folder / "ours")
     rows = [json.loads(line) for line in (folder / f"ours/{name}/items.jsonl").read_text().splitlines()][1:]
     return {metric: value.mean for metric, value in result.metrics.items()}, rows

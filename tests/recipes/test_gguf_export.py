@@ -17,6 +17,7 @@ from bagu.nn.model import Transformer
 from bagu.recipes.command import export_main
 from bagu.recipes.models import load_model, model_config, save_model, tokenizer_folder
 from bagu.recipes.serve import Loader
+from bagu.recipes.verbs import ExportOptions
 
 pytest.importorskip("gguf")
 
@@ -41,7 +42,7 @@ def folder(tokenizer: BpeTokenizer, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_an_exported_file_serves(folder: Path, tokenizer: BpeTokenizer, tmp_path: Path) -> None:
     out = tmp_path / "model.gguf"
-    export_main(str(folder), out, dtype=None, format="gguf", quantization="f32")
+    export_main(ExportOptions(model=str(folder), out=out, format="gguf", quantization="f32"))
     model, words, chat = Loader(model=str(out), dtype="fp32", device="cpu")()
     assert model_config(out) == model.config and chat is not None
     assert words.spec == tokenizer.spec and words.eos_token == tokenizer.eos_token
@@ -53,18 +54,18 @@ def test_an_exported_file_serves(folder: Path, tokenizer: BpeTokenizer, tmp_path
 def test_a_quantized_file_is_smaller(folder: Path, tmp_path: Path) -> None:
     sizes = []
     for kind in ("f16", "q8_0", "q4_0"):
-        export_main(str(folder), tmp_path / f"{kind}.gguf", dtype=None, format="gguf", quantization=kind)
+        export_main(ExportOptions(model=str(folder), out=tmp_path / f"{kind}.gguf", format="gguf", quantization=kind))
         sizes.append((tmp_path / f"{kind}.gguf").stat().st_size)
     assert sizes[0] > sizes[1] > sizes[2]
 
 
 def test_options_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="for GGUF, and the format is safetensors"):
-        export_main(str(folder), tmp_path / "out", dtype=None, quantization="q8_0")
+        export_main(ExportOptions(model=str(folder), out=tmp_path / "out", quantization="q8_0"))
     with pytest.raises(ArgumentError, match="not the name of a GGUF file"):
-        export_main(str(folder), tmp_path / "out", dtype=None, format="gguf")
+        export_main(ExportOptions(model=str(folder), out=tmp_path / "out", format="gguf"))
     with pytest.raises(BaguError, match="onxx"):
-        export_main(str(folder), tmp_path / "out", dtype=None, format="onxx")
+        export_main(ExportOptions(model=str(folder), out=tmp_path / "out", format="onxx"))
 
 
 def test_the_tokenizers_of_two_files_are_kept_apart(folder: Path, tokenizer: BpeTokenizer, tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_the_tokenizers_of_two_files_are_kept_apart(folder: Path, tokenizer: Bpe
     for template in ("a", "b"):
         place = tmp_path / template
         BpeTokenizer(spec=tokenizer.spec, eos_token=tokenizer.eos_token, chat_template=template).save(folder)
-        export_main(str(folder), place / "model.gguf", dtype=None, format="gguf")
+        export_main(ExportOptions(model=str(folder), out=place / "model.gguf", format="gguf"))
         found = tokenizer_folder(place / "model.gguf")
         assert found is not None and BpeTokenizer.load(found).chat_template == template
         places.add(found)
