@@ -245,20 +245,20 @@ def test_items_become_messages_with_reasoning_and_calls() -> None:
 
 def test_the_store_keeps_the_last_used_responses_within_its_bounds() -> None:
     def response(id: str, size: int = 0) -> StoredResponse:
-        return StoredResponse(body={"id": id}, messages=[{"role": "user", "content": "x" * size}])
+        return StoredResponse(owner=b"k", body={"id": id}, messages=[{"role": "user", "content": "x" * size}])
 
     store = ResponseStore(max_responses=2, max_bytes=1000)
     for id in ("a", "b"):
         store.put(response(id))
-    store.get("a")
+    store.get(b"k", "a")
     store.put(response("c"))
     with pytest.raises(ApiError) as missing:  # the least recently used one is gone
-        store.get("b", "previous_response_id")
+        store.get(b"k", "b", "previous_response_id")
     assert (missing.value.status, missing.value.param) == (404, "previous_response_id")
     store.put(response("d", 940))
-    assert len(store) == 1 and store.get("d") and store.bytes <= 1000
+    assert len(store) == 1 and store.get(b"k", "d") and store.bytes <= 1000
     store.put(response("e", 2000))  # larger than the whole store
     assert len(store) == 0 and store.bytes == 0
     store.put(response("f"))
-    store.delete("f")
+    store.delete(b"k", "f")
     assert len(store) == 0 and store.bytes == 0

@@ -169,6 +169,7 @@ if __name__ == "__main__":
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--api-key")
+    parser.add_argument("--api-keys", type=Path)
     parser.add_argument("--allowed-origins", nargs="*", default=())
     parser.add_argument("--kind", choices=("generator", "encoder", "reward"), default="generator")
     parser.add_argument("--embeddings", action="store_true")
@@ -184,8 +185,8 @@ if __name__ == "__main__":
     parser.add_argument("--otlp-endpoint")
     given = parser.parse_args()
     server.main(
-        MODEL, host="127.0.0.1", port=0, api_key=given.api_key, max_queue=given.max_queue,
-        allowed_origins=given.allowed_origins,
+        MODEL, host="127.0.0.1", port=0, api_key=given.api_key, api_keys=given.api_keys,
+        max_queue=given.max_queue, allowed_origins=given.allowed_origins,
         load=partial(
             load, kind=given.kind, broken=given.broken,
             template=given.template.read_text() if given.template else None,

@@ -22,7 +22,8 @@ __all__ = ["ModelResponse"]
 
 
 class ModelResponse(GenerationResponse):
-    """A response object. When it is complete it is put into `store`, with `messages`, the conversation before it."""
+    """A response object. When it is complete it is put into `store` for its `owner`, with `messages`,
+    the conversation before it."""
 
     def __init__(
         self,
@@ -33,10 +34,11 @@ class ModelResponse(GenerationResponse):
         asked: ResponsesBody,
         messages: list[dict[str, Any]],
         store: ResponseStore,
+        owner: bytes | None = None,
     ) -> None:
         super().__init__(job, ready, model)
         self.id = f"resp_{uuid.uuid4().hex}"
-        self.asked, self.messages, self.store = asked, messages, store
+        self.asked, self.messages, self.store, self.owner = asked, messages, store, owner
         self.format = job.format or MessageFormat()
         (self.choice,) = self.choices.values()
         self.message = ParsedMessage(self.format)
@@ -56,7 +58,8 @@ class ModelResponse(GenerationResponse):
         """The complete response, which is stored if the client wants it."""
         found = self._object("incomplete" if self.choice.finish == "length" else "completed")
         if self.asked.store is not False:
-            self.store.put(StoredResponse(body=found, messages=self.messages + output_messages(found["output"])))
+            messages = self.messages + output_messages(found["output"])
+            self.store.put(StoredResponse(owner=self.owner, body=found, messages=messages))
         return found
 
     def first_chunks(self) -> bytes:

@@ -14,7 +14,7 @@ from bagu.serve.http.parse import parse
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.response import ModelResponse
 from bagu.serve.http.responses_api.store import ResponseStore
-from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes, user_of
+from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes, key_of, user_of
 
 __all__ = ["ResponsesRoutes"]
 
@@ -28,17 +28,22 @@ class ResponsesRoutes(Routes):
         self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(ResponsesBody, raw)
-        previous = []
+        owner, previous = _owner(request), []
         if body.previous_response_id is not None:
-            previous = self.stored.get(body.previous_response_id, "previous_response_id").messages
+            previous = self.stored.get(owner, body.previous_response_id, "previous_response_id").messages
         chat = body.to_chat(previous)
-        respond = partial(ModelResponse, asked=body, messages=chat.messages, store=self.stored)
+        respond = partial(ModelResponse, asked=body, messages=chat.messages, store=self.stored, owner=owner)
         return await self.run_generation(request, chat, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
 
     async def get_response(self, request: Request) -> Response:
-        return json_response(self.stored.get(request.path_params["id"]).body)
+        return json_response(self.stored.get(_owner(request), request.path_params["id"]).body)
 
     async def delete_response(self, request: Request) -> Response:
         id = request.path_params["id"]
-        self.stored.delete(id)
+        self.stored.delete(_owner(request), id)
         return json_response({"id": id, "object": "response", "deleted": True})
+
+
+def _owner(request: Request) -> bytes | None:
+    key = key_of(request)
+    return None if key is None else key.key.digest
