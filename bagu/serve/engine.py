@@ -233,6 +233,7 @@ class Engine(GenerationMixin):
             mask_s=self.sampler.masks.mask_s,
             mask_wait_s=self.sampler.masks.wait_s,
             forced_tokens=counter.forced_tokens,
+            not_finite=self.sampler.not_finite,
         )
 
     def check_ranks(self) -> None:
@@ -296,6 +297,8 @@ class Engine(GenerationMixin):
         if sampled is None:
             return earlier
         tokens, logprobs = sampled.wait()
+        if sampled.sums is not None:
+            self.sampler.check_finite(sampled.plan, sampled.sums.tolist())
         forced = self.sampler.advance(sampled.plan, tokens)
         events = self._check_stops(self.scheduler.commit(sampled.plan, tokens, logprobs, forced))
         seconds = self._counter.add(sampled.began, len(sampled.plan.slices), sum(e.token is not None for e in events))

@@ -30,21 +30,23 @@ class SampledStep(NamedTuple):
     output: SamplerOutput
     tokens: torch.Tensor  # on the host, as are the logprobs; valid after the event `copied`
     logprobs: SampledLogprobs | None
+    sums: torch.Tensor | None  # of the logits
     copied: torch.cuda.Event | None
     began: float
 
     @staticmethod
     def of(plan: Plan, output: SamplerOutput, began: float) -> SampledStep:
         """Start the copy of the sampled tokens and their logprobs to the host."""
-        tokens, logprobs = output.tokens, output.logprobs
+        tokens, logprobs, sums = output.tokens, output.logprobs, output.sums
         if not tokens.is_cuda:
-            return SampledStep(plan, output, tokens, logprobs, None, began)
+            return SampledStep(plan, output, tokens, logprobs, sums, None, began)
         tokens = tokens.to("cpu", non_blocking=True)  # pinned memory, valid after the event
         if logprobs is not None:
             logprobs = logprobs._replace(values=logprobs.values.to_host())
+        sums = None if sums is None else sums.to("cpu", non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return SampledStep(plan, output, tokens, logprobs, copied, began)
+        return SampledStep(plan, output, tokens, logprobs, sums, copied, began)
 
     def wait(self) -> tuple[list[int], Sequence[float | TokenLogprob | None] | None]:
         """The tokens on the host, and a logprob for each of them, if a request asks for them."""

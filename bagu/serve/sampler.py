@@ -6,6 +6,7 @@ the trainer's, ops.linear_cross_entropy (with quantized weights from their logit
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ import torch
 from bagu.serve.changes import Changes, Row, adjusts, changes
 from bagu.serve.constrain.masks import Masks
 from bagu.serve.plan import Plan, Sequence, Slice
-from bagu.serve.request import PromptLogprobs, Request, TokenEvent, TokenLogprob
+from bagu.serve.request import NOT_FINITE, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
 from bagu.serve.sample import RowLogprobs, argmax, sample, top_logprobs
 from bagu.serve.slots import SPARE, Slots
@@ -49,6 +50,7 @@ class SamplerOutput(NamedTuple):
     tokens: torch.Tensor  # [N] int64, on the model's device
     logprobs: SampledLogprobs | None  # on the model's device
     prompts: list[PromptLogprobs]
+    sums: torch.Tensor | None = None  # [N] fp32 of the logits, if a sequence has an adapter: NaN or infinite if one is
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class Sampler:
         self._adjusted: set[str] = set()  # with bias, penalties or masked tokens
         self._with_prompt_logprobs: set[str] = set()
         self._with_stop_strings: set[str] = set()
+        self._broken: set[tuple[str, int]] = set()  # unfinished choices whose logits are not finite
+        self.not_finite = 0  # such choices so far
 
     def add(self, request: Request, matchers: Seq[tuple[int, Any]] = ()) -> None:
         """Add a request; `matchers` are its compiled grammar for each choice, if it has one."""
@@ -93,6 +97,7 @@ class Sampler:
         state = self._states.pop(request_id, None)
         if state is not None:
             self._slots.remove(state.slots)
+            self._broken -= {(request_id, index) for index in range(len(state.slots))}
         self.masks.remove(request_id)
         for group in self._groups:
             group.discard(request_id)
@@ -111,8 +116,19 @@ class Sampler:
 
     @property
     def checks_every_event(self) -> bool:
-        """Whether `check_stop` must see every event: a request has stop strings, or the grammar of one has failed."""
-        return bool(self._with_stop_strings) or self.masks.has_failures
+        """Whether `check_stop` must see every event: a request has stop strings, or a grammar or adapter has failed."""
+        return bool(self._with_stop_strings or self._broken) or self.masks.has_failures
+
+    def check_finite(self, plan: Plan, sums: Seq[float]) -> None:
+        """Note the choices whose adapter gave logits that are not finite; `check_stop` ends them."""
+        for sequence, total in zip(plan.sampled, sums, strict=True):
+            if sequence.adapter is not None and not sequence.finished and not math.isfinite(total):
+                self._break(sequence)
+
+    def _break(self, sequence: Sequence) -> None:
+        choice = (sequence.request.id, sequence.index)
+        self.not_finite += choice not in self._broken
+        self._broken.add(choice)
 
     def advance(self, plan: Plan, tokens: Seq[int]) -> Mapping[Sequence, Seq[int]]:
         """Let the grammars consume the tokens that a plan sampled, and begin their next masks; returns the tokens that
@@ -130,8 +146,11 @@ class Sampler:
         prompts = self._score(plan, step) if self._with_prompt_logprobs else []
         if not plan.sampled:
             return SamplerOutput(torch.empty(0, dtype=torch.int64), None, prompts)
+        sums = None  # the weights of a base model are the operator's; those of an adapter come by request
+        if any(s.adapter is not None for s in plan.sampled):
+            sums = step.logits.sum(1, dtype=torch.float32)
         if not self._not_plain:
-            return SamplerOutput(self._argmax(step), None, prompts)
+            return SamplerOutput(self._argmax(step), None, prompts, sums)
         states = self._states
         slots = np.array([SPARE if s.finished else states[s.request.id].slots[s.index] for s in plan.sampled])
         before = plan.drafts_before() if plan.num_drafts else [[] for _ in plan.sampled]
@@ -143,13 +162,14 @@ class Sampler:
             lengths = np.array([len(s.tokens) + len(drafts) for s, drafts in zip(plan.sampled, before, strict=True)])
             parameters = self._slots.parameters(slots, lengths)
             tokens = sample(step.logits, parameters, changed, self.runner.to_device, mask)
-        return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts)
+        return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts, sums)
 
     def check_stop(self, event: TokenEvent) -> TokenEvent:
-        """The event, finished if the text now contains a stop string, or if the grammar cannot go on. Removes a request
+        """The event, finished if the text now contains a stop string, or if the choice cannot go on. Removes a request
         with its last choice."""
         state = self._states[event.request_id]
-        if failure := self.masks.failure(event.request_id, event.index):
+        broken = NOT_FINITE if (event.request_id, event.index) in self._broken else None
+        if failure := broken or self.masks.failure(event.request_id, event.index):
             event = event._replace(token=None, logprob=None, top=None, finish="error", stop_reason=failure)
         elif state.texts and event.finish != "stop":
             text = state.texts[event.index]
@@ -200,6 +220,8 @@ class Sampler:
             request = piece.sequence.request
             if piece.start + piece.length >= _scored_end(piece.sequence):
                 scores = tuple(self._states[request.id].scores)
+                if piece.sequence.adapter is not None and any(math.isnan(score.logprob) for score in scores):
+                    self._break(piece.sequence)
                 done.append(PromptLogprobs(request.id, max(request.score_start, 1), scores))
         return done
 

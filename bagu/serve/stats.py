@@ -37,6 +37,7 @@ class EngineStats:
     grammar_compile_s: float = 0.0
     mask_s: float = 0.0  # work on token masks, by all threads
     mask_wait_s: float = 0.0  # the part of it that took time of the engine's thread
+    not_finite: int = 0  # choices that ended because their adapter's probabilities are not finite
     forced_tokens: int = 0  # of generated_tokens: not sampled, since a grammar allowed no other
 
 

@@ -37,11 +37,13 @@ def merge_into(model: Transformer, adapter: Adapter) -> Transformer:
 
 
 @torch.no_grad()
-def saved_adapter(model: Transformer, folder: Path, seed: int, *, rank: int = 3, targets: str = ".*") -> Path:
+def saved_adapter(
+    model: Transformer, folder: Path, seed: int, *, rank: int = 3, targets: str = ".*", size: float = 0.3
+) -> Path:
     """Write a PEFT folder for `model`, which is unchanged but for LoRA layers: use a model of its own."""
     add_lora(model, rank=rank, alpha=2.0 * rank, targets=targets)
     draw = torch.Generator().manual_seed(seed)
     for p in lora_state(model).values():
-        p.copy_(0.3 * torch.randn(p.shape, generator=draw))
+        p.copy_(size * torch.randn(p.shape, generator=draw))
     save_adapter(model, folder, base="somewhere")
     return folder

@@ -60,6 +60,8 @@ class Gauges(Protocol):
     def mask_wait_s(self) -> float: ...
     @property
     def forced_tokens(self) -> int: ...
+    @property
+    def not_finite(self) -> int: ...
 
 
 class Histogram:
@@ -219,6 +221,7 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ("vllm:spec_decode_num_drafts_total", "counter", "Verified drafts, of one or more tokens.", engine.drafts),
         ("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted tokens verified.", engine.draft_tokens),
         ("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted.", engine.accepted_tokens),
+        ("bagu:not_finite_total", "counter", "Choices whose adapter overflowed.", engine.not_finite),
         ("bagu:constrained_requests_total", "counter", "Requests with a grammar.", engine.constrained_requests),
         ("bagu:grammar_compilations_total", "counter", "Grammars compiled.", engine.grammar_compilations),
         ("bagu:grammar_compile_seconds_total", "counter", "Time to compile them.", engine.grammar_compile_s),

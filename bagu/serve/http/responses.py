@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Job
 from bagu.serve.http.pipe import Ready
-from bagu.serve.request import Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
+from bagu.serve.request import NOT_FINITE, Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
 
 __all__ = ["DONE", "ChatResponse", "CompletionResponse", "GenerationResponse", "to_json"]
@@ -53,6 +54,8 @@ class Choice:
                 self.scored.append((token, TokenLogprob(event.logprob, event.top or ())))
             if finish is None and token not in self.silent:
                 return self.push_token(token)
+        if event.stop_reason == NOT_FINITE:
+            raise _not_finite()
         if finish in ("abort", "error"):
             raise ApiError(500, f"the engine ended this request: {event.stop_reason or finish}")
         self.finish, self.stop_reason = finish, event.stop_reason
@@ -254,4 +257,11 @@ class CompletionResponse(GenerationResponse):
 
 def _finite(logprob: float) -> float:
     """JSON has no -inf; OpenAI's API writes -9999 for a token of probability 0."""
+    if math.isnan(logprob) or logprob == math.inf:
+        raise _not_finite()
     return max(logprob, -9999.0)
+
+
+def _not_finite() -> ApiError:
+    hint = "its weights are broken, or overflow in this dtype; use another model or adapter"
+    return ApiError(400, NOT_FINITE, param="model", code="not_finite", hint=hint)
