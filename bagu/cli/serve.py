@@ -21,6 +21,7 @@ def serve(
     api_keys: Annotated[
         Path | None, Option(help="TOML file of API keys with request rates, token quotas and models.")
     ] = None,
+    open_metrics: Annotated[bool, Option("--open-metrics", help="/metrics and /engine need no API key.")] = False,
     served_model_name: Annotated[list[str] | None, Option(help="Model name in the API; repeatable.")] = None,
     allowed_origins: Annotated[list[str] | None, Option(help="Allowed CORS origin; repeatable, or JSON.")] = None,
     tokenizer: TokenizerFolder = None,
@@ -52,8 +53,11 @@ def serve(
         int | None, Option(help="Maximum adapters at once. Default: the given ones; 8 if requests load them.")
     ] = None,
     max_adapter_rank: Annotated[int, Option(help="Maximum rank of an adapter.")] = 16,
+    adapter_root: Annotated[
+        Path | None, Option(help="Let requests (with keys: of an admin) load adapters from folders below this one.")
+    ] = None,
     allow_adapter_loading: Annotated[
-        bool, Option("--allow-adapter-loading", help="Let requests load adapters from this machine's folders.")
+        bool, Option("--allow-adapter-loading", help="Deprecated: --adapter-root is enough.")
     ] = False,
     embeddings: Annotated[
         bool, Option("--embeddings", help="Serve a decoder's embeddings (its last token's state), not its text.")
@@ -93,11 +97,12 @@ def serve(
             "speculative_tokens": speculative_tokens, "tool_parser": tool_parser,
             "reasoning_parser": reasoning_parser, "embeddings": embeddings,
             **adapter_settings(
-                adapter or (), max_adapters=max_adapters, max_rank=max_adapter_rank, allow_loading=allow_adapter_loading
+                adapter or (), max_adapters=max_adapters, max_rank=max_adapter_rank, root=adapter_root,
+                allow_loading=allow_adapter_loading,
             ),
         },
         server={
-            "host": host, "port": port, "api_key": api_key, "api_keys": api_keys,
+            "host": host, "port": port, "api_key": api_key, "api_keys": api_keys, "open_metrics": open_metrics,
             "served_model_name": served_model_name or (),
             "allowed_origins": allowed_origins or (), "max_queue": max_num_queued_reqs,
             "shutdown_timeout": shutdown_timeout, "log_level": log_level, "log_format": log_format,

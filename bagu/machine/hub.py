@@ -6,13 +6,17 @@ This imports no torch: the HTTP server's process checks names with it.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["ADAPTER_CONFIG", "RUN_ADAPTER", "WeightsError", "find", "find_adapter", "is_adapter", "read_json"]
+__all__ = [
+    "ADAPTER_CONFIG", "RUN_ADAPTER", "WeightsError", "find", "find_adapter", "find_adapter_below", "is_adapter",
+    "read_json",
+]  # fmt: skip
 
 ADAPTER_CONFIG = "adapter_config.json"  # in the folder of a PEFT adapter
 RUN_ADAPTER = "adapter"  # where a LoRA run of bagu writes its adapter
@@ -73,6 +77,28 @@ def find_adapter(path: str | Path) -> Path:
             return found
     what = f"has no {ADAPTER_CONFIG}" if folder.is_dir() else "is not a folder"
     raise WeightsError(f"{folder} {what}", hint="give the folder of a PEFT adapter, or of a LoRA run of bagu")
+
+
+def find_adapter_below(root: Path, given: str) -> Path:
+    """The folder of an adapter below `root`, for a path that a client names, relative or absolute. A path that leads
+    out of the root, also by a symbolic link, is refused with the same words as one that does not exist, and without a
+    look at the disk where the path alone shows it."""
+    refusal = WeightsError(f"there is no folder {given!r:.200} below the adapter root", hint="give one that is there")
+    real = root.resolve()
+    try:
+        asked = Path(os.path.normpath(real / given))  # not expanduser: "~" is a name like others here
+        if not any(asked.is_relative_to(start) for start in (real, root.absolute())):
+            raise refusal
+        folder = asked.resolve(strict=True)
+        if folder.is_relative_to(real) and folder.is_dir():
+            found = find_adapter(folder)
+            if all(path.resolve().is_relative_to(real) for path in (found, *found.iterdir())):
+                return found
+    except (OSError, RuntimeError, ValueError) as error:  # no such file, a name too long, a loop of links, a null byte
+        if isinstance(error, WeightsError):
+            raise
+        raise refusal from error
+    raise refusal
 
 
 def read_json(path: Path) -> dict[str, Any]:

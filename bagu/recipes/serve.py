@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +18,32 @@ TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the u
 
 
 def adapter_settings(
-    given: Sequence[str], *, max_adapters: int | None, max_rank: int, allow_loading: bool
+    given: Sequence[str], *, max_adapters: int | None, max_rank: int, root: Path | None, allow_loading: bool = False
 ) -> dict[str, Any]:
     """The engine's settings for `--adapter NAME=PATH`. Without `max_adapters` there is room for those that are given
-    and, if requests may load others, for DEFAULT_ADAPTERS."""
+    and, if requests may load others from folders below `root`, for DEFAULT_ADAPTERS. `allow_loading` is the deprecated
+    `--allow-adapter-loading`."""
+    if allow_loading:
+        if root is None:
+            raise BaguError(
+                "--allow-adapter-loading without --adapter-root",
+                hint="give --adapter-root DIR alone: requests load adapters from folders below it",
+            )
+        print("bagu serve: --allow-adapter-loading is deprecated; --adapter-root is enough", file=sys.stderr)
+    if root is not None and not root.expanduser().is_dir():
+        raise BaguError(f"--adapter-root {root} is not a folder", hint="give a folder of adapters")
     pairs = []
     for text in given:
         name, equals, path = text.partition("=")
         if not (name and equals and path):
             raise BaguError(f"--adapter {text!r}", hint="write NAME=PATH, the name for requests and the folder")
         pairs.append((name, path))
-    room = max(len(pairs), DEFAULT_ADAPTERS if allow_loading else 0) if max_adapters is None else max_adapters
-    if allow_loading and not room:
-        raise BaguError("--allow-adapter-loading with --max-adapters 0", hint="allow 1 or more, or leave one out")
+    room = max(len(pairs), DEFAULT_ADAPTERS if root is not None else 0) if max_adapters is None else max_adapters
+    if root is not None and not room:
+        raise BaguError("--adapter-root with --max-adapters 0", hint="allow 1 or more, or leave one out")
     return {
         "adapters": tuple(pairs), "max_adapters": room, "max_adapter_rank": max_rank,
-        "allow_adapter_loading": allow_loading,
+        "adapter_root": None if root is None else str(root.expanduser().absolute()),
     }  # fmt: skip
 
 

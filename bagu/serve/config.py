@@ -91,7 +91,7 @@ class EngineConfig:
     adapters: tuple[tuple[str, str], ...] = ()  # (name, path) of the LoRA adapters that are loaded at the start
     max_adapters: int = 0  # LoRA adapters that can be loaded at the same time; 0: none
     max_adapter_rank: int = 16
-    allow_adapter_loading: bool = False  # by requests: the server then reads paths that clients name
+    adapter_root: str | None = None  # requests may load adapters from folders below it; None: from nowhere
     embeddings: bool = False  # serve the embeddings of a decoder instead of its text
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)

@@ -21,7 +21,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
     log = tmp_path_factory.mktemp("server") / "stderr"
     with running_server(
-        log, "--api-key", KEY, "--max-num-seqs", "8", "--max-queue", "8", "--allowed-origins", ORIGIN
+        log, "--api-key", KEY, "--open-metrics", "--max-num-seqs", "8", "--max-queue", "8", "--allowed-origins", ORIGIN
     ) as running:
         yield running
 

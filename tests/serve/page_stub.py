@@ -154,6 +154,8 @@ class Handler(BaseHTTPRequestHandler):
         if asset:
             self.reply(asset.body, asset.media_type, headers=CACHED)
         elif self.path == "/engine":
+            if not self.allowed():
+                return
             self.server.engine_calls += 1
             used, cached = BLOCKS.count("u"), BLOCKS.count("c")
             blocks = {"total": len(BLOCKS), "used": used, "cached": cached, "map": BLOCKS}

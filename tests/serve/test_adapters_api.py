@@ -27,8 +27,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Iterator[Running]:
     log = tmp_path_factory.mktemp("server") / "stderr"
-    flags = ("--api-key", KEY, "--adapter", "one", str(folders["one"]), "--max-adapters", "2")
-    with running_server(log, *flags, "--allow-adapter-loading") as running:
+    flags = ("--api-key", KEY, "--open-metrics", "--adapter", "one", str(folders["one"]), "--max-adapters", "2")
+    with running_server(log, *flags, "--adapter-root", str(folders["one"].parent)) as running:
         yield running
 
 
@@ -55,7 +55,7 @@ def test_adapters_are_loaded_listed_used_and_unloaded(server: Running, folders: 
     assert server.http.get("/v1/models/two", headers=HEADERS).json()["parent"] == MODEL
     two = text(server, "two")
     assert two not in (base, one)
-    document = server.get("/openapi.json")
+    document = server.http.get("/openapi.json", headers=HEADERS).json()
     assert document["components"]["schemas"]["ChatBody"]["properties"]["model"]["anyOf"][0]["enum"] == list(
         names(server)
     )
@@ -69,13 +69,13 @@ def test_adapters_are_loaded_listed_used_and_unloaded(server: Running, folders: 
     eventually(lambda: idle(server), "no block is used")
 
 
-def test_refusals_leave_the_engine_alive(server: Running, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_refusals_leave_the_engine_alive(server: Running, folders: dict[str, Path]) -> None:
     one = {"lora_name": "one", "lora_path": str(folders["one"])}
     refusals: list[tuple[str, dict[str, Any], int, str]] = [
         (LOAD, one, 400, "already an adapter 'one'"),
         (LOAD, {**one, "lora_name": MODEL}, 400, "base model's name"),
         (LOAD, {**one, "lora_name": ""}, 400, "lora_name"),
-        (LOAD, {**one, "lora_name": "x", "lora_path": str(tmp_path)}, 400, "adapter_config.json"),
+        (LOAD, {**one, "lora_name": "x", "lora_path": "."}, 400, "adapter_config.json"),
         (LOAD, {**one, "lora_name": "x", "lora_path": str(folders["large"])}, 400, "rank 5"),
         (LOAD, {**one, "lora_name": "x", "load_inplace": True}, 400, "load_inplace"),
         (UNLOAD, {"lora_name": "x"}, 404, "no adapter 'x'"),
@@ -91,19 +91,26 @@ def test_refusals_leave_the_engine_alive(server: Running, folders: dict[str, Pat
 
 def test_a_server_loads_adapters_only_if_that_is_allowed(tiny: Running) -> None:
     answer = post(tiny, LOAD, {"lora_name": "x", "lora_path": "/"})
-    assert answer.status_code == 403 and "--allow-adapter-loading" in answer.json()["error"]["message"]
+    assert answer.status_code == 403 and "--adapter-root" in answer.json()["error"]["message"]
     assert LOAD not in tiny.get("/openapi.json")["paths"]
 
 
-def test_the_flags_of_the_command_line() -> None:
+def test_the_flags_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def settings(*given: str, **more: Any) -> dict[str, Any]:
-        return adapter_settings(given, **{"max_adapters": None, "max_rank": 16, "allow_loading": False} | more)
+        return adapter_settings(given, **{"max_adapters": None, "max_rank": 16, "root": None} | more)
 
     assert settings()["max_adapters"] == 0
     assert settings("a=b", "c=d=e")["adapters"] == (("a", "b"), ("c", "d=e"))
-    assert settings("a=b")["max_adapters"] == 1 and settings(allow_loading=True)["max_adapters"] == 8
+    assert settings("a=b")["max_adapters"] == 1 and settings(root=tmp_path)["max_adapters"] == 8
     for wrong in ("a", "=b", "a="):
         with pytest.raises(BaguError, match="--adapter"):
             settings(wrong)
     with pytest.raises(BaguError, match="--max-adapters 0"):
-        settings(allow_loading=True, max_adapters=0)
+        settings(root=tmp_path, max_adapters=0)
+    with pytest.raises(BaguError, match="not a folder"):
+        settings(root=tmp_path / "none")
+    with pytest.raises(BaguError, match="without --adapter-root"):
+        settings(allow_loading=True)
+    assert not capsys.readouterr().err
+    assert settings(root=tmp_path, allow_loading=True)["adapter_root"] == str(tmp_path)
+    assert "deprecated" in capsys.readouterr().err

@@ -17,7 +17,7 @@ ASK = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def document(tiny: Running) -> dict[str, Any]:
-    found: dict[str, Any] = tiny.get("/openapi.json")
+    found: dict[str, Any] = tiny.http.get("/openapi.json", headers=HEADERS).json()
     return found
 
 

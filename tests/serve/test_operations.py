@@ -69,7 +69,7 @@ class Instance:
             stream.read()
         self.refused = http.post("/v1/chat/completions", json={**ASK, "max_tokens": -1}, headers=key)
         self.denied = http.post("/v1/chat/completions", json=ASK, headers={"X-Request-Id": "no\u00a0ascii".encode()})
-        self.metrics = http.get("/metrics").text
+        self.metrics = http.get("/metrics", headers=key).text
         http.close()
         running.process.send_signal(signal.SIGTERM)
         self.exit_status = running.process.wait(60)

@@ -231,6 +231,9 @@ def test_an_api_key_is_asked_for(browser: Any, server: Stub) -> None:
     page.press("#key", "Tab")
     page.wait_for_selector("#model option", state="attached")
     assert page.locator("#banner").is_hidden()
+    page.click("#settings .close")
+    page.click("#open-engine")
+    page.wait_for_selector("#engine-rows dd")  # /engine has the key too
     context.close()
 
 

@@ -42,9 +42,10 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--api-key")
     parser.add_argument("--api-keys", type=Path)
+    parser.add_argument("--open-metrics", action="store_true")
     parser.add_argument("--shutdown-timeout", type=float, default=20.0)
     given = parser.parse_args()
     main(
-        given.folder, prepare=prepare, port=0, api_key=given.api_key, api_keys=given.api_keys, max_queue=2000,
-        memory_bytes=10**10, shutdown_timeout=given.shutdown_timeout,
+        given.folder, prepare=prepare, port=0, api_key=given.api_key, api_keys=given.api_keys,
+        open_metrics=given.open_metrics, max_queue=2000, memory_bytes=10**10, shutdown_timeout=given.shutdown_timeout,
     )  # fmt: skip

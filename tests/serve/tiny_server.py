@@ -170,6 +170,7 @@ if __name__ == "__main__":
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--api-key")
     parser.add_argument("--api-keys", type=Path)
+    parser.add_argument("--open-metrics", action="store_true")
     parser.add_argument("--allowed-origins", nargs="*", default=())
     parser.add_argument("--kind", choices=("generator", "encoder", "reward"), default="generator")
     parser.add_argument("--embeddings", action="store_true")
@@ -180,13 +181,13 @@ if __name__ == "__main__":
     parser.add_argument("--request-timeout", type=float, default=20.0)
     parser.add_argument("--adapter", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
     parser.add_argument("--max-adapters", type=int, default=0)
-    parser.add_argument("--allow-adapter-loading", action="store_true")
+    parser.add_argument("--adapter-root")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--otlp-endpoint")
     given = parser.parse_args()
     server.main(
         MODEL, host="127.0.0.1", port=0, api_key=given.api_key, api_keys=given.api_keys,
-        max_queue=given.max_queue, allowed_origins=given.allowed_origins,
+        open_metrics=given.open_metrics, max_queue=given.max_queue, allowed_origins=given.allowed_origins,
         load=partial(
             load, kind=given.kind, broken=given.broken,
             template=given.template.read_text() if given.template else None,
@@ -194,7 +195,7 @@ if __name__ == "__main__":
         config=EngineConfig(
             max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
             max_model_len=given.max_model_len, tp=given.tp, adapters=tuple(map(tuple, given.adapter)),
-            max_adapters=given.max_adapters, max_adapter_rank=4, allow_adapter_loading=given.allow_adapter_loading,
+            max_adapters=given.max_adapters, max_adapter_rank=4, adapter_root=given.adapter_root,
             embeddings=given.embeddings,
         ),
         stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,

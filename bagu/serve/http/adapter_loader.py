@@ -9,9 +9,11 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bagu.errors import BaguError
+from bagu.machine.hub import find_adapter_below
 from bagu.serve.http.inbox import Messages
 from bagu.serve.http.pipe import Adapters, LoadAdapter, Result, UnloadAdapter
 from bagu.serve.http.wire import send
@@ -67,7 +69,9 @@ class AdapterLoader:
     def _read(self, asked: LoadAdapter) -> None:
         adapter, failure = None, None
         try:
-            adapter = self.engine.adapters.read(asked.path)
+            root = self.engine.config.adapter_root
+            assert root is not None, "the route refuses without a root"
+            adapter = self.engine.adapters.read(find_adapter_below(Path(root), asked.path))
         except BaguError as error:
             failure = _failure(asked.call, error)
         except Exception as error:  # a bug: only this call fails

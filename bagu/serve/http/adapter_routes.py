@@ -20,7 +20,7 @@ __all__ = ["AdapterRoutes", "LoadAdapterBody", "UnloadAdapterBody"]
 class LoadAdapterBody(Body):
     unsupported: ClassVar[fields.Fields] = fields.LOAD_ADAPTER
     lora_name: Word
-    lora_path: Word  # a folder on the server's disk
+    lora_path: Word  # a folder below the server's --adapter-root
 
 
 class UnloadAdapterBody(Body):
@@ -49,6 +49,6 @@ class AdapterRoutes(Routes):
         """The engine that loads adapters. Raises 403 if it may not."""
         instance = self.catalog.sole
         if instance is None or not instance.engine.require_ready().loads_adapters:
-            hint = "start the server with --allow-adapter-loading"
+            hint = "start the server with --adapter-root DIR"
             raise ApiError(403, "this server does not load adapters by request", hint=hint)
         return instance

@@ -10,6 +10,7 @@ import base64
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -28,8 +29,9 @@ from bagu.serve.http.calls import (
     json_response,
 )
 from bagu.serve.http.chat_body import ChatBody
-from bagu.serve.http.errors import ApiError
+from bagu.serve.http.errors import ApiError, UnknownModel
 from bagu.serve.http.instances import Caller
+from bagu.serve.http.keys import Access, Keys
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job
 from bagu.serve.http.openapi import OPERATIONS, Operation, describe
@@ -97,16 +99,13 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         return json_response({"object": "list", "data": data, "model": instance.name, "usage": usage})
 
     async def models(self, request: Request) -> Response:
-        key = key_of(request)
-        names = [n for n in self.catalog.names if key is None or key.may_use(n, self.catalog.base(n))]
-        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+        names = self.visible(request)
+        return json_response({"object": "list", "data": [self._model(name, names) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        name, key = request.path_params["name"], key_of(request)
-        found = self._model(name)
-        if key is not None:
-            key.check_model(name, self.catalog.base(name))
-        return json_response(found)
+        name = request.path_params["name"]
+        self.check_model(request, name)
+        return json_response(self._model(name, self.visible(request)))
 
     async def tokenize(self, request: Request) -> Response:
         self.catalog.check_ready()
@@ -130,6 +129,10 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         return json_response({"status": "unhealthy", "reason": reason}, 503)
 
     async def metrics_text(self, request: Request) -> Response:
+        key = key_of(request)
+        if key is not None and key.key.models is not None and not key.key.admin:
+            hint = "use a key without a list of models, or one with admin"
+            raise ApiError(403, "the metrics are those of all models", code="model_not_allowed", hint=hint)
         text = await self.catalog.metrics_text(self.metrics, list(self.config.keys.metrics()))
         return Response(text, media_type=CONTENT_TYPE)
 
@@ -138,9 +141,11 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
 
     async def engine_stats(self, request: Request) -> Response:
         """The statistics for the engine panel of the chat page, with the median times to first token of the last
-        requests (`?last=N`: of the last N). `?model=NAME` selects a model of a repository; the default is the first."""
+        requests (`?last=N`: of the last N). `?model=NAME` selects a model of a repository; the default is the first
+        that the key may use."""
         self.catalog.check_ready()
-        name = request.query_params.get("model") or self.catalog.names[0]
+        name = request.query_params.get("model") or next(iter(self.visible(request)), None)
+        self.check_model(request, name)
         instance = await self.catalog.find(name, Caller(), request.receive)
         given = request.query_params.get("last", str(KEPT))
         if not (given.isascii() and given.isdigit() and len(given) < 10):
@@ -151,19 +156,32 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
         return json_response(engine_state(stats, instance.metrics, int(given)))
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(self._description())
+        return json_response(self._description(request))
 
     async def docs(self, request: Request) -> Response:
-        return Response(reference.page(self._description()), headers=reference.HEADERS)
+        return Response(reference.page(self._description(request)), headers=reference.HEADERS)
 
-    def _description(self) -> dict[str, Any]:
-        return describe(
-            self.catalog.names, self.catalog.ready, has_key=bool(self.config.keys), operations=self.operations
-        )
+    @property
+    def served(self) -> list[Operation]:
+        """The operations with the access that they have on this server."""
+        metrics: Access = "open" if self.config.open_metrics else "key"
+        return [replace(o, access=metrics) if o.access == "metrics" else o for o in self.operations]
 
-    def _model(self, name: str) -> dict[str, Any]:
+    async def on_unknown_model(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, UnknownModel)
+        error.hint = f"this server has: {', '.join(self.visible(request))}"
+        return error_response(error)
+
+    def _description(self, request: Request) -> dict[str, Any]:
+        """Everyone may read it; the names of the models are for those who have a key, if there are keys."""
+        has_key = bool(self.config.keys)
+        names = [] if has_key and key_of(request) is None else self.visible(request)
+        return describe(names, self.catalog.ready, has_key=has_key, operations=self.served)
+
+    def _model(self, name: str, visible: Sequence[str]) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self.config.created, "owned_by": "bagu"}
-        return {**about, **self.catalog.entry(name)}
+        entry = self.catalog.entry(name)
+        return {**about, **entry, **({"parent": None} if entry.get("parent") not in (None, *visible) else {})}
 
 
 def make_app(api: Api) -> ApiMiddleware:
@@ -178,15 +196,18 @@ def make_app(api: Api) -> ApiMiddleware:
     app = FastAPI(
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    methods: dict[str, dict[str, Endpoint]] = {}  # one route per path, whose 405 lists all its methods in Allow
-    for operation in api.operations:
-        methods.setdefault(operation.route, {})[operation.method] = getattr(api, operation.name)
+    methods: dict[
+        str, dict[str, tuple[Endpoint, Access]]
+    ] = {}  # one route per path, whose 405 lists all its methods in Allow
+    for operation in api.served:
+        methods.setdefault(operation.route, {})[operation.method] = getattr(api, operation.name), operation.access
     for route, endpoints in methods.items():
-        app.router.routes.append(CountedRoute(route, _by_method(endpoints), methods=list(endpoints)))
+        app.router.routes.append(CountedRoute(route, _by_method(endpoints, api.config.keys), methods=list(endpoints)))
     for path, endpoint in (("/openapi.json", api.openapi), ("/docs", api.docs)):
         app.router.routes.append(CountedRoute(path, endpoint, methods=["GET"]))
     for path, asset in assets().items():
         app.router.routes.append(CountedRoute(path, _page(asset), methods=["GET"]))
+    app.add_exception_handler(UnknownModel, api.on_unknown_model)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RecursionError, _on_recursion)
@@ -240,9 +261,11 @@ async def _on_exception(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, f"the server failed on this request: {type(error).__name__}"))
 
 
-def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+def _by_method(endpoints: Mapping[str, tuple[Endpoint, Access]], keys: Keys) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+        handle, access = endpoints["GET" if request.method == "HEAD" else request.method]
+        keys.check(key_of(request), access)
+        return await handle(request)
 
     return endpoint
 

@@ -1,4 +1,4 @@
-"""HTTP around the routes: body limits, the API key, request counts, event streams, and clients that disconnect.
+"""HTTP around the routes: body limits, whose API key it is, request counts, event streams, and clients that disconnect.
 
 While a call waits, `ClientCall` watches for its disconnect and then aborts its requests at once: their blocks are free
 after the current step. Nothing is polled.
@@ -33,8 +33,7 @@ __all__ = [
 
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
 MIN_RATE = 16 * 2**10  # bytes per second that a body must arrive with
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # path prefixes that need the API key
-KEY = "bagu.key"  # key in the scope: the `KeyUse` of the request
+KEY = "bagu.key"  # key in the scope: the `KeyUse` of the request, None if its key is missing or wrong
 SEND = "bagu.send"  # key in the scope: the server's `send`, without the middlewares around it
 T = TypeVar("T")
 STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -158,19 +157,18 @@ async def resume(coroutine: Coroutine[Any, None, None], waits_for: Any) -> None:
 
 
 class ApiMiddleware:
-    """Around every route: checks the API key, applies CORS, returns the client's X-Request-Id or a new one, counts
-    requests, gives the record of each to the observers, and answers 503 in OpenAI's shape to calls that a shutdown
-    cancels."""
+    """Around every route: finds the API key, which the route checks (api.py), applies CORS, returns the client's
+    X-Request-Id or a new one, counts requests, gives the record of each to the observers, and answers 503 in OpenAI's
+    shape to calls that a shutdown cancels."""
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, *, keys: Keys, allowed_origins: Sequence[str],
         observers: Sequence[Observer] = (),
     ) -> None:  # fmt: skip
         self.app, self.metrics, self.keys, self.observers = app, metrics, keys, observers
-        self.guarded_app: ASGIApp = self._check_key
-        if allowed_origins:  # outside the key check, so that a page can read the 401 of a wrong key
-            self.guarded_app = CORSMiddleware(
-                self._check_key,
+        if allowed_origins:
+            self.app = CORSMiddleware(
+                app,
                 allow_origins=allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
@@ -182,6 +180,7 @@ class ApiMiddleware:
             return
         scope[SEND] = send
         record = scope[RECORD] = RequestRecord.of(scope)
+        self._find_key(scope)
         status, began = 500, False
 
         async def count(message: Message) -> None:
@@ -192,7 +191,7 @@ class ApiMiddleware:
             await send(message)
 
         try:
-            await self.guarded_app(scope, receive, count)
+            await self.app(scope, receive, count)
         except asyncio.CancelledError:  # uvicorn cancels at the end of a shutdown, e.g. a client that does not read
             if not began:
                 await error_response(ApiError(503, "the server is shutting down"))(scope, receive, count)
@@ -203,20 +202,12 @@ class ApiMiddleware:
             for observe in self.observers:
                 observe(record)
 
-    async def _check_key(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_authorized(scope):
-            await self.app(scope, receive, send)
-        else:
-            error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            await error_response(error)(scope, receive, send)
-
-    def _is_authorized(self, scope: Scope) -> bool:
-        if not self.keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
-            return True
+    def _find_key(self, scope: Scope) -> None:
+        if not self.keys:
+            return
         found = scope[KEY] = self.keys.find(dict(scope["headers"]).get(b"authorization", b""))
         if found is not None:
             scope[RECORD].key_name = found.key.name
-        return found is not None
 
 
 async def read_json(request: Request, timeout: float) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["ApiError"]
+__all__ = ["ApiError", "UnknownModel"]
 
 TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
@@ -31,3 +31,11 @@ class ApiError(BaguError):
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message = f"{self.message} ({self.hint})" if self.hint else self.message
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code or self.status}}
+
+
+class UnknownModel(ApiError):
+    """No model of the server has the name of a request. What raises it does not know the API key; the handler in api.py
+    adds the names that the key may see."""
+
+    def __init__(self, message: str, status: int = 404) -> None:
+        super().__init__(status, message, param="model", code="model_not_found" if status == 404 else None)

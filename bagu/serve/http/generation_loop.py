@@ -41,7 +41,7 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
         tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
         tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
-        adapters=engine.adapters.infos, loads_adapters=engine.config.allow_adapter_loading,
+        adapters=engine.adapters.infos, loads_adapters=engine.config.adapter_root is not None,
     )  # fmt: skip
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
     if engine.config.max_adapters:

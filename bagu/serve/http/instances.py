@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 from starlette.types import Receive
 
 from bagu.serve.config import GenerationDefaults
-from bagu.serve.http.errors import ApiError
+from bagu.serve.http.errors import UnknownModel
 from bagu.serve.http.metrics import Metrics, metrics_text
 from bagu.serve.http.openai import Job
 from bagu.serve.http.pipe import Ready
 from bagu.serve.http.process import EngineProcess
 
-__all__ = ["Caller", "HasJob", "Instance", "Models", "OneModel", "model_entry", "no_model"]
+__all__ = ["Caller", "HasJob", "Instance", "Models", "OneModel", "model_entry"]
 
 
 class Caller(NamedTuple):
@@ -103,8 +103,8 @@ class Models(Protocol):
         """Send a copy of a request to another engine, if the configuration says so; its answer is dropped."""
         ...
 
-    def base(self, name: str) -> str:
-        """The name without version or adapter; a key that allows it allows the model. Raises 404 for unknown names."""
+    def grants(self, name: str | None) -> Sequence[str]:
+        """The names of which one in a key's list of models allows this model, whether or not there is such a model."""
         ...
 
     def entry(self, name: str) -> dict[str, Any]:
@@ -161,9 +161,9 @@ class OneModel:
     def copy(self, instance: Instance, body: HasJob) -> None:
         return None
 
-    def base(self, name: str) -> str:
-        self._check(name)
-        return self._served.name
+    def grants(self, name: str | None) -> Sequence[str]:
+        """Any name of the base model allows it; an adapter is a model of its own."""
+        return self._names if name is None or name in self._names else (name,)
 
     def entry(self, name: str) -> dict[str, Any]:
         self._check(name)
@@ -178,7 +178,7 @@ class OneModel:
 
     def _check(self, name: str) -> None:
         if name not in self.names:
-            raise no_model(name, self.names)
+            raise UnknownModel(f"there is no model {name[:200]!r}")
 
 
 def model_entry(ready: Ready | None, generation: GenerationDefaults) -> dict[str, Any]:
@@ -187,8 +187,3 @@ def model_entry(ready: Ready | None, generation: GenerationDefaults) -> dict[str
     if ready is None or ready.generates:
         known["default_sampling"] = generation.effective
     return known
-
-
-def no_model(name: str, names: Sequence[str]) -> ApiError:
-    hint = f"this server has: {', '.join(names)}"
-    return ApiError(404, f"there is no model {name[:200]!r}", param="model", code="model_not_found", hint=hint)

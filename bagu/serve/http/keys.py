@@ -5,8 +5,8 @@
     key = "sk-..."                  # or sha256 = "..." of it, so that the file holds no secret
     requests_per_minute = 60
     tokens_per_day = 100000
-    models = ["chat"]               # the models that it may use; without this field all of them
-    admin = true                    # may load, unload and promote models
+    models = ["chat"]               # the models and adapters that it may use; without this field all of them
+    admin = true                    # may load, unload and promote models, and load and unload adapters
 
 Usage is counted in memory: it starts at 0 when the server starts. A day begins at 00:00 UTC.
 """
@@ -21,15 +21,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from bagu.config import ConfigError, from_dict
 from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.metrics import labels, sample
 
-__all__ = ["Key", "KeyUse", "Keys", "read_keys"]
+__all__ = ["Access", "Key", "KeyUse", "Keys", "read_keys"]
 
 DAY_S = 86400
+# Who may use a route of a server with keys: everyone, a key, a key with `admin`. "metrics": a key, or everyone with
+# --open-metrics.
+Access = Literal["open", "metrics", "key", "admin"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,8 @@ class KeyUse:
         return self.key.models is None or any(name in self.key.models for name in names)
 
     def check_model(self, *names: str) -> None:
+        """Raise 403 unless the list of models has one of these names. The caller does not look first whether there is
+        such a model: the answer for one that the key may not see is that for one that does not exist."""
         if not self.may_use(*names):
             hint = f"it may use: {', '.join(self.key.models or ())}"
             raise ApiError(
@@ -149,6 +155,16 @@ class Keys:
         """The key of an Authorization header. It is found by its digest, so the time of the search reveals nothing."""
         scheme, _, secret = authorization.partition(b" ")
         return self._uses.get(hashlib.sha256(secret.strip()).digest()) if scheme.lower() == b"bearer" else None
+
+    def check(self, use: KeyUse | None, access: Access) -> None:
+        """Raise 401 or 403 if the key of a request, None if it has none, does not have this access."""
+        if not self._uses or access == "open":
+            return
+        if use is None:
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if access == "admin" and not use.key.admin:
+            hint = "the keys file sets admin = true for a key that may"
+            raise ApiError(403, "this API key has no admin right", code="admin_required", hint=hint)
 
     def metrics(self) -> Iterator[str]:
         """Lines for Prometheus, if a key has a limit."""

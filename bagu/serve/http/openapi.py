@@ -17,6 +17,7 @@ import bagu
 from bagu.serve.http import schemas
 from bagu.serve.http.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from bagu.serve.http.chat_body import ChatBody
+from bagu.serve.http.keys import Access
 from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses_api.body import ResponsesBody
@@ -40,7 +41,7 @@ READING = {
     415: "The content type is not application/json.",
 }
 NO_RESPONSE = {404: "There is no response of this id in memory."}
-NO_LOADING = "The server was started without --allow-adapter-loading."
+NO_LOADING = "The server was started without --adapter-root."
 NO_MODEL = {404: "There is no model of this name."}
 NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
 QUEUE_FULL = {429: "The queue is full, or the API key has reached a limit; Retry-After is in seconds."}
@@ -59,7 +60,7 @@ class Operation:
     description: str = ""
     failures: Mapping[int, str]
     parameters: Sequence[Mapping[str, Any]] = ()
-    guarded: bool = False  # needs the API key, if the server has one
+    access: Access  # who may use it, if the server has API keys
     # capability that the model must have
     needs: Literal["chat", "generation", "embedding", "scoring", "adapters"] | None = None
 
@@ -87,7 +88,7 @@ def _generates(
     return Operation(
         path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
         description=STREAM.replace("{piece}", piece),
-        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, guarded=True, needs=needs,
+        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, access="key", needs=needs,
     )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def _reads(
 ) -> Operation:  # fmt: skip
     return Operation(
         path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
-        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, guarded=True, needs=needs,
+        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, access="key", needs=needs,
     )  # fmt: skip
 
 
@@ -120,53 +121,55 @@ OPERATIONS = (
     ),
     Operation(
         path="/v1/responses", name="create_response", method="POST", body=ResponsesBody, answer=schemas.ModelResponse,
-        summary="Create a response (OpenAI's Responses API)", description=RESPONSE_STREAM, guarded=True, needs="chat",
+        summary="Create a response (OpenAI's Responses API)", description=RESPONSE_STREAM, access="key", needs="chat",
         failures={**READING, 404: "There is no such model, or no such response.", **NOT_READY, **QUEUE_FULL},
     ),
     Operation(
         path="/v1/responses/{id}", name="get_response", summary="Get a stored response", answer=schemas.ModelResponse,
-        parameters=(RESPONSE_ID,), failures=NO_RESPONSE, guarded=True, needs="chat",
+        parameters=(RESPONSE_ID,), failures=NO_RESPONSE, access="key", needs="chat",
     ),
     Operation(
         path="/v1/responses/{id}", name="delete_response", method="DELETE", summary="Delete a stored response",
-        answer=schemas.DeletedResponse, parameters=(RESPONSE_ID,), failures=NO_RESPONSE, guarded=True, needs="chat",
+        answer=schemas.DeletedResponse, parameters=(RESPONSE_ID,), failures=NO_RESPONSE, access="key", needs="chat",
     ),
     _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, schemas.EmbeddingList, "embedding"),
     _reads("/v1/score", "score", "Score pairs of texts", ScoreBody, schemas.ScoreList, "scoring"),
     _reads("/v1/rerank", "rerank", "Sort documents by relevance to a query", RerankBody, schemas.Reranked, "scoring"),
     Operation(
         path="/v1/load_lora_adapter", name="load_adapter", method="POST", body=LoadAdapterBody, answer="text/plain",
-        summary="Load a LoRA adapter from a folder of the server", needs="adapters", guarded=True,
+        summary="Load a LoRA adapter from a folder of the server", needs="adapters", access="admin",
         failures={**READING, 403: NO_LOADING, **NOT_READY},
     ),
     Operation(
         path="/v1/unload_lora_adapter", name="unload_adapter", method="POST", body=UnloadAdapterBody,
         answer="text/plain", summary="Unload a LoRA adapter; requests that use it finish", needs="adapters",
-        guarded=True, failures={**READING, 403: NO_LOADING, 404: "There is no adapter of this name.", **NOT_READY},
+        access="admin", failures={**READING, 403: NO_LOADING, 404: "There is no adapter of this name.", **NOT_READY},
     ),
     Operation(
         path="/v1/models", name="models", summary="List the names of the model", answer=schemas.ModelList,
-        failures={}, guarded=True,
+        failures={}, access="key",
     ),
     Operation(
         path="/v1/models/{name}", name="model", summary="Get one model", answer=schemas.Model, parameters=(MODEL,),
-        failures=NO_MODEL, guarded=True,
+        failures=NO_MODEL, access="key",
     ),
     _reads("/tokenize", "tokenize", "Text or messages to token ids", TokenizeBody, schemas.Tokenized),
     _reads("/detokenize", "detokenize", "Token ids to text", DetokenizeBody, schemas.Detokenized),
     Operation(
         path="/health", name="health", summary="Whether the engine is ready and alive", answer=schemas.Health,
-        failures={503: "The engine is not ready or not alive; see `reason`."},
+        failures={503: "The engine is not ready or not alive; see `reason`."}, access="open",
     ),
     Operation(
         path="/metrics", name="metrics_text", summary="Counters and histograms for Prometheus", answer="text/plain",
-        failures={},
+        failures={}, access="metrics",
     ),
-    Operation(path="/version", name="version", summary="bagu's version", answer=schemas.Version, failures={}),
+    Operation(
+        path="/version", name="version", summary="bagu's version", answer=schemas.Version, failures={}, access="open",
+    ),
     Operation(
         path="/engine", name="engine_stats", summary="The engine's state, for the engine panel of the chat page",
         answer=schemas.EngineState, parameters=(LAST, ENGINE_OF),
-        failures={400: "`last` is not a number.", **NO_MODEL, **NOT_READY},
+        failures={400: "`last` is not a number.", **NO_MODEL, **NOT_READY}, access="metrics",
     ),
 )  # fmt: skip
 
@@ -174,7 +177,8 @@ OPERATIONS = (
 def describe(
     names: Sequence[str], ready: Ready | None, *, has_key: bool, operations: Sequence[Operation] = OPERATIONS
 ) -> dict[str, Any]:
-    """The OpenAPI document of a server whose model has these names; `ready` is None while the model is loading."""
+    """The OpenAPI document of a server whose models have these names, as far as the reader may see them; `ready` is
+    None while the model is loading."""
     offered = [o for o in operations if o.is_offered(ready)]
     bodies = [o.body for o in offered if o.body is not None]
     responses = [o.answer for o in offered if not isinstance(o.answer, str)]
@@ -203,10 +207,10 @@ def describe(
 
 def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
     failures = dict(o.failures)
-    if o.guarded and has_key:
+    if o.access != "open" and has_key:
         failures |= {401: "The API key is missing or wrong."}
-        if o.method == "POST" or MODEL in o.parameters:
-            failures |= {403: "The API key may not do this."}
+        if o.method == "POST" or o.access == "metrics" or MODEL in o.parameters:
+            failures = {403: "The API key may not do this."} | failures
     found: dict[str, Any] = {
         "operationId": o.name, "summary": o.summary,
         "responses": {
@@ -220,7 +224,7 @@ def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
         found["parameters"] = list(o.parameters)
     if o.body is not None:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(o.body)}}}
-    if o.guarded and has_key:
+    if o.access != "open" and has_key:
         found["security"] = [{"key": []}]
     return found
 
@@ -262,6 +266,6 @@ def _set_limits(node: Any, names: Sequence[str], ready: Ready | None) -> None:
         return
     kind = node.pop("format")
     if kind == MODEL_NAME:
-        node["enum"] = list(names)
+        node |= {"enum": list(names)} if names else {}
     elif ready is not None:
         node["maximum"] = ready.vocab_size - 1 if kind == TOKEN_ID else ready.max_model_len

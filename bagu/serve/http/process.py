@@ -232,9 +232,10 @@ class EngineProcess:
                 else:
                     future.set_exception(ApiError(message.status, message.error))
         elif isinstance(message, Refused):
-            gone = message.param == "model"  # an adapter that was unloaded after the server had looked it up
+            # an adapter that was unloaded after the server had looked it up; the hint names adapters of other keys
+            gone = message.param == "model"
             error = ApiError(
-                404 if gone else 400, message.message, param=message.param, hint=message.hint,
+                404 if gone else 400, message.message, param=message.param, hint="" if gone else message.hint,
                 code="model_not_found" if gone else None,
             )  # fmt: skip
             if others := self.pending.fail(message.request_id, error):

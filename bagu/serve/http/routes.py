@@ -33,6 +33,7 @@ class ApiConfig:
 
     keys: Keys = field(default_factory=Keys)
     allowed_origins: tuple[str, ...] = ()  # CORS: origins whose pages may read responses; "*" is every page
+    open_metrics: bool = False  # /metrics and /engine need no key
     created: int = 0  # Unix time, reported by /v1/models
     observers: tuple[Observer, ...] = ()  # called with the record of every request that has ended
     request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
@@ -64,11 +65,20 @@ class Routes:
         key = key_of(request)
         if key is not None:
             key.admit(time.time())
+        self.check_model(request, name)
         instance = await self.catalog.find(name, caller or Caller(), request.receive)
-        if key is not None:
-            key.check_model(name or instance.name, instance.name.partition("@")[0])
         self._note(request, instance)
         return instance
+
+    def check_model(self, request: Request, name: str | None) -> None:
+        """Raise 403 if the key may not use the model of this name; None is the server's only model."""
+        if (key := key_of(request)) is not None:
+            key.check_model(*self.catalog.grants(name))
+
+    def visible(self, request: Request) -> list[str]:
+        """The names of the models that the key of a request may use."""
+        key = key_of(request)
+        return [n for n in self.catalog.names if key is None or key.may_use(*self.catalog.grants(n))]
 
     def _note(self, request: Request, instance: Instance) -> None:
         """Write into the record of a request which engine answers it."""

@@ -47,14 +47,16 @@ class ServerOptions:
     `allowed_origins` are the origins whose pages may read responses (CORS): `https://name[:port]`, "*" for all, or JSON
     lists of them. A client has `request_timeout` seconds to send the head of a request, and for its body the same plus
     a second for every 16 KiB. Port 0 selects a free port. `api_key` is one key without limits that may change a
-    repository; `api_keys` is a file of keys with limits (keys.py). `log_format` "json" writes one line per request to
-    stderr. Traces are sent to `otlp_endpoint`, if it is given.
+    repository; `api_keys` is a file of keys with limits (keys.py). With
+    `open_metrics`, /metrics and /engine need no key. `log_format` "json" writes one line per request to stderr.
+    Traces are sent to `otlp_endpoint`, if it is given.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
     api_keys: Path | None = None
+    open_metrics: bool = False
     allowed_origins: Sequence[str] = ()
     shutdown_timeout: float = 30.0
     request_timeout: float = 20.0
@@ -129,7 +131,8 @@ class Server:
         as_json = options.log_format == "json"
         observers = [*([parts.log_request] if as_json else []), *([self._tracing] if self._tracing else [])]
         config = parts.ApiConfig(
-            keys=options.keys, allowed_origins=_origins(options.allowed_origins), created=int(time.time()),
+            keys=options.keys, open_metrics=options.open_metrics,
+            allowed_origins=_origins(options.allowed_origins), created=int(time.time()),
             request_timeout=options.request_timeout, observers=tuple(observers),
         )  # fmt: skip
         self._listener = _listen(options.host, options.port)

@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.types import Receive
 
-from bagu.serve.http.errors import ApiError
-from bagu.serve.http.instances import Caller, HasJob, Instance, model_entry, no_model
+from bagu.serve.http.errors import ApiError, UnknownModel
+from bagu.serve.http.instances import Caller, HasJob, Instance, model_entry
 from bagu.serve.http.metrics import Metrics, labels, metrics_text, sample
 from bagu.serve.http.pipe import Ready
 from bagu.serve.repository.layout import Layout, is_version, read_repository
@@ -94,8 +94,10 @@ class Repository:
     def copy(self, instance: Instance, body: HasJob) -> None:
         self.models[instance.name.partition("@")[0]].copy(instance, body)
 
-    def base(self, name: str) -> str:
-        return self.model_of(name)[0].name
+    def grants(self, name: str | None) -> Sequence[str]:
+        """The name of the model allows all its versions, NAME@VERSION one of them."""
+        version = (self.model_of(None)[0].name if name is None else name).replace(":", "@")
+        return version, version.partition("@")[0]
 
     def entry(self, name: str) -> dict[str, Any]:
         model, number = self.model_of(name)
@@ -108,11 +110,10 @@ class Repository:
         if name is None:
             if len(self.models) == 1:
                 return next(iter(self.models.values())), None
-            hint = f"this server has: {', '.join(self.models)}"
-            raise ApiError(400, "the body has no model", param="model", hint=hint)
+            raise UnknownModel("the body has no model", 400)
         base, _, version = name.replace(":", "@").partition("@")
         if base not in self.models or (version and not is_version(version)):
-            raise no_model(name, tuple(self.models))
+            raise UnknownModel(f"there is no model {name[:200]!r}")
         return self.models[base], int(version) if version else None
 
     def add(self, layout: Layout) -> RepositoryModel:
@@ -124,7 +125,8 @@ class Repository:
         return self._host.folder
 
     def unhealthy_reason(self) -> str | None:
-        """Unhealthy until all versions of the start are loaded or have failed, and while no model can answer."""
+        """Unhealthy until all versions of the start are loaded or have failed, and while no model can answer. /health
+        needs no key, so the reason has no names of models."""
         if not self._started:
             return "the models are loading"
         reasons = []
@@ -134,8 +136,8 @@ class Repository:
                 reason = None if instance is None else instance.engine.unhealthy_reason()
                 if reason is None:
                     return None
-                reasons.append(f"{model.name}@{number}: {reason}")
-        return "; ".join(reasons) or "no model is loaded"
+                reasons.append(reason)
+        return "; ".join(dict.fromkeys(reasons)) or "no model is loaded"
 
     async def metrics_text(self, server: Metrics, more: Sequence[str] = ()) -> str:
         versions = [version for model in self.models.values() for version in model.versions.values()]

@@ -1,5 +1,5 @@
-"""The HTTP routes of a repository: list, load, unload, promote, set weights. They need an API key with `admin`, if the
-server has keys."""
+"""The HTTP routes of a repository: list, load, unload, promote, set weights. Changes need an API key with `admin`, if
+the server has keys."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ CHANGES = {
 def _changes(verb: str, body: type[Body], summary: str) -> Operation:
     return Operation(
         path=f"/v1/repository/models/{{name}}/{verb}", name=f"{verb}_version", method="POST", summary=summary,
-        body=body, answer=RepositoryModelState, parameters=(MODEL,), failures=CHANGES, guarded=True,
+        body=body, answer=RepositoryModelState, parameters=(MODEL,), failures=CHANGES, access="admin",
     )  # fmt: skip
 
 
 REPOSITORY_OPERATIONS = (
     Operation(
         path="/v1/repository", name="repository", summary="List the models, their versions and their traffic",
-        answer=RepositoryState, failures={}, guarded=True,
+        answer=RepositoryState, failures={}, access="key",
     ),
     _changes("load", VersionBody, "Load a version without traffic"),
     _changes("unload", VersionBody, "Let a version finish its requests and stop it"),
@@ -101,7 +101,16 @@ class RepositoryApi(Api):
     catalog: Repository
 
     async def repository(self, request: Request) -> Response:
-        data = [model.describe() for model in self.catalog.models.values()]
+        """All models; for a key with a list of models and without `admin`, the versions that it may use."""
+        key = key_of(request)
+        data = []
+        for model in self.catalog.models.values():
+            found = model.describe()
+            if key is not None and not key.key.admin:
+                versions = [v for v in found["versions"] if key.may_use(f"{model.name}@{v['version']}", model.name)]
+                found["versions"] = versions
+            if key is None or found["versions"] or key.may_use(model.name):
+                data.append(found)
         return json_response({"object": "list", "data": data})
 
     async def load_version(self, request: Request) -> Response:
@@ -120,10 +129,6 @@ class RepositoryApi(Api):
         return await self._change(request, WeightsBody, change)
 
     async def _change(self, request: Request, kind: Any, change: Any) -> Response:
-        key = key_of(request)
-        if key is not None and not key.key.admin:
-            hint = "the keys file sets admin = true for a key that may"
-            raise ApiError(403, "this API key may not change the repository", code="admin_required", hint=hint)
         body = parse(kind, await self.read(request))
         model = await self._model_named(request.path_params["name"])
         try:
