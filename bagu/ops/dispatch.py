@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -154,7 +155,9 @@ def _found_route(
     if choice.invariant:
         route = _invariant(spec, asked, first, values, args)
     elif (name := _choose(spec, asked, first, args)) == "torch" and not (casts and spec.grads and not traced(first)):
-        route = _by_name(spec.torch_backend.forward)
+        forward = spec.torch_backend.forward
+        # an op without gradients has none on any backend; the key of the route has the grad mode
+        route = _by_name(forward if spec.grads or not torch.is_grad_enabled() else torch.no_grad()(forward))
     elif name == "torch":  # inside autocast, autograd's backward would cast its products
         load(spec.name, name)
         route = _as_node(_nodes[spec.name, name], first, values)
@@ -201,10 +204,25 @@ def _by_name(forward: Callable[..., Any]) -> Route:
 
 def _as_node(node: Node, first: torch.Tensor, values: Sequence[Any]) -> Route:
     if not first.is_cuda:
-        return lambda args, values, pointers: node(*values)
-    wanted = node.wanted(values)  # depends only on the kind of a GPU call
-    calls = node.repeated() if wanted else node.without_residuals()
-    return lambda args, values, pointers: node.run(calls, wanted, values, pointers)
+        route: Route = lambda args, values, pointers: node(*values)  # noqa: E731
+    else:
+        wanted = node.wanted(values)  # depends only on the kind of a GPU call
+        calls = node.repeated() if wanted else node.without_residuals()
+        route = lambda args, values, pointers: node.run(calls, wanted, values, pointers)  # noqa: E731
+    return route if not node.mutated else _counting_changes(route, node.mutated)
+
+
+def _counting_changes(run: Route, mutated: Sequence[int]) -> Route:
+    """Raise the version of the tensors that a kernel changes in place, as torch's own operations do: a backward that
+    saved one of them before then raises instead of computing with the new values."""
+
+    def route(args: Mapping[str, Any], values: Sequence[Any], pointers: Sequence[int]) -> Any:
+        results = run(args, values, pointers)
+        changed = [t for t in map(values.__getitem__, mutated) if t is not None and not t.is_inference()]
+        torch.autograd.graph.increment_version(changed)
+        return results
+
+    return route
 
 
 def _without_autocast(run: Route, device: str) -> Route:
@@ -243,7 +261,8 @@ def _traced(spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mappin
         return forward_of(spec, backend_of(spec, asked, first), first)(**args)
     name = _choose(spec, asked, first, args)
     if name == "torch":
-        return spec.torch_backend.forward(**args)
+        with nullcontext() if spec.grads else torch.no_grad():
+            return spec.torch_backend.forward(**args)
     load_op(spec.name, name)
     return listed(getattr(torch.ops.bagu, f"{spec.name}_{name}")(*[args[n] for n in spec.names]))
 

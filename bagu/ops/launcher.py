@@ -109,7 +109,8 @@ class CudaLauncher:
     def __init__(self) -> None:
         from triton import __version__, knobs
 
-        self._hooks, _ = knobs.runtime, knobs.runtime.launch_enter_hook.calls
+        self._hooks = knobs.runtime
+        self.ready()  # raises AttributeError if Triton has no such hooks
         # Triton 3.6 wraps a C function in a few lines of Python that allocate scratch memory by an allocator of the
         # context; skipping them saves 2 us, and 15 where there is such memory (TMA descriptors)
         self._skips_python = __version__.startswith("3.6.") and torch.version.hip is None
@@ -119,7 +120,7 @@ class CudaLauncher:
         self.empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
     def ready(self) -> bool:
-        return not self._hooks.launch_enter_hook.calls
+        return not (self._hooks.launch_enter_hook.calls or self._hooks.launch_exit_hook.calls)
 
     def filled(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

@@ -33,6 +33,7 @@ class Node:
         self, spec: OpSpec, backend: str, forward: Forward, backward: Backward | None, launcher: Launcher | None = None
     ) -> None:
         self.host, self.launcher, self.outputs = forward_host(spec, forward), launcher, len(spec.sig.outputs)
+        self.mutated = [spec.names.index(name) for name in spec.mutates]
         self.kinds: dict[tuple[Any, ...], Repeated] = {}
         self.backward = None if backward is None else _Backward(spec, backward, launcher)
         self.apply = None if self.backward is None else _function(spec, backend, self.backward)

@@ -93,6 +93,28 @@ def test_a_hook_on_triton_sees_every_launch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_each_hook_of_triton_sees_replayed_launches(hook: str) -> None:
+    from triton import knobs
+
+    import bagu.ops
+
+    x, w = torch.randn(64, 512, device="cuda"), torch.randn(512, device="cuda")
+    for _ in range(3):
+        bagu.ops.rms_norm(x, w)
+    seen: list[Any] = []
+    chain = getattr(knobs.runtime, hook)
+    chain.add(seen.append)
+    try:
+        for _ in range(3):
+            bagu.ops.rms_norm(x, w)
+    finally:
+        chain.remove(seen.append)
+    assert len(seen) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_a_replay_is_on_torchs_current_stream_and_in_a_cuda_graph() -> None:
     import bagu.ops
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -164,3 +165,19 @@ def test_a_row_with_a_filter_leaves_the_next_row_alone(backend: str) -> None:
     )  # fmt: skip
     alone = [int(drawn(x[i : i + 1], u[i : i + 1], "torch", top_p=float(share[i]))) for i in range(S)]
     assert found.tolist() == alone
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_rows_than_a_grid_has_are_sampled_in_pieces(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    x, u = torch.cat([row(seed) for seed in range(8)]), torch.rand(8, generator=torch.Generator().manual_seed(1))
+    ids, values = torch.arange(8).unsqueeze(1) % V, torch.full((8, 1), 9.0)
+    whole = drawn(x, u, backend, top_k=5, ids=ids, values=values)
+    monkeypatch.setattr(sys.modules["bagu.ops.sample"], "MOST_ROWS", 3)
+    assert torch.equal(drawn(x, u, backend, top_k=5, ids=ids, values=values), whole)
+    with pytest.raises(ArgumentError, match="u"):
+        drawn(x, u[:5], backend)
+
+
+@pytest.mark.skipif(not GPU, reason="a CUDA grid's second dim ends at 65,535")
+def test_two_hundred_thousand_rows() -> None:
+    assert drawn(row().expand(200_000, V), torch.zeros(200_000), temperature=0.0).eq(row().argmax()).all()

@@ -67,9 +67,10 @@ def _finish(
     lse = _base(high) + tl.log(total)
     y = tl.load(x_ptr + start + target, (target >= 0) & (target < V), float("nan")).to(ACC)
     if LOSS:
-        y = lse - (1.0 - smoothing) * y
+        # differences from the maximum first: lse - y would lose log(total) to rounding if the logits are large
+        y = tl.log(total) + (1.0 - smoothing) * (_base(high) - y)
         if SMOOTH:
-            y -= smoothing * (plain / V)
+            y += smoothing * (_base(high) - plain / V)
         if z_loss != 0.0:  # 0 * inf is NaN
             y += z_loss * lse * lse
     tl.store(y_ptr + m, tl.where(kept, y, 0.0))

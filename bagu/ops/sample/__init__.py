@@ -7,6 +7,8 @@ import torch
 from bagu.ops.dispatch import call
 from bagu.ops.sample.spec import SPEC
 
+MOST_ROWS = 65_535  # of a launch: the second dim of a CUDA grid
+
 
 def sample(
     logits: torch.Tensor,
@@ -28,5 +30,20 @@ def sample(
     `ids[s, a]`; ids ascend, and unused entries at the end are -1. `allowed[s, v // 32]` has a bit for each token v, the
     lowest for the first: a token without it is not sampled.
     """
-    args = {"logits": logits, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "u": u}
-    return call(SPEC, backend, **args, ids=ids, values=values, allowed=allowed)
+    args: dict[str, torch.Tensor | None] = {
+        "logits": logits,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "u": u,
+    }
+    args |= {"ids": ids, "values": values, "allowed": allowed}
+    if len(logits) <= MOST_ROWS:
+        return call(SPEC, backend, **args)
+    SPEC.bind(args)  # tensors of unequal lengths are refused before they are split
+    pieces = (
+        {k: None if t is None else t[at : at + MOST_ROWS] for k, t in args.items()}
+        for at in range(0, len(logits), MOST_ROWS)
+    )
+    return torch.cat([call(SPEC, backend, **piece) for piece in pieces])
