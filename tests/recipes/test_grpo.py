@@ -144,20 +144,21 @@ def chance_of_c(model: Transformer) -> float:
         return float(model.logits(hidden)[-1].softmax(0)[2])
 
 
-def learn_the_letter(model: Transformer, objective: PolicyObjective, loss: PolicyLoss) -> None:
+def learn_the_letter(model: Transformer, objective: PolicyObjective, loss: PolicyLoss, **options: Any) -> None:
     """Train for 20 steps: a policy that knows nothing then samples the rewarded letter."""
     assert chance_of_c(model) < 0.25
-    config = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.03, weight_decay=0.0))
+    config = TrainConfig(steps=20, optimizer=OptimizerConfig(lr=0.03, weight_decay=0.0), **options)
     fit(config, model, rollouts(model, objective, loss), loss=loss)
     assert chance_of_c(model) > 0.9
 
 
-def test_a_bandit_learns_the_letter_that_is_rewarded() -> None:
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_a_bandit_learns_the_letter_that_is_rewarded(precision: Any) -> None:
     """One letter of eight has the reward; a uniform policy samples it with a probability of 1/8."""
     objective = GroupRelative(prompts=4, samples=8, max_tokens=2, kl=0.001)
     model = policy()
     loss = objective.loss(model)
-    learn_the_letter(model, objective, loss)
+    learn_the_letter(model, objective, loss, precision=precision)
     found = loss.evaluate(model, rollouts(model, objective, loss).held_out(None))
     assert found["val_reward_mean"] is not None and found["val_reward_mean"] > 0.8
 

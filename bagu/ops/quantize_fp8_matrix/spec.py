@@ -97,7 +97,7 @@ SPEC = OpSpec(
         Case("ragged", "no side is a multiple of a tile, and the last number sets the scale", M=131, K=77, peak=-50.0),
         Case("e5m2", "five bits of exponent and two of mantissa", M=33, K=48, to="float8_e5m2", peak=20.0),
         Case("tall", "several tiles and programs along the rows", M=300, K=24, peak=-50.0, to="float8_e4m3fn"),
-        Case("wide", "several tiles and programs along the columns", M=20, K=700, sms=1),
+        Case("wide", "rows longer than a block, and more tiles than programs", M=20, K=2100, sms=1),
         Case("row", "one row: t is a column", M=1, K=40),
         Case("column", "one column: t is a row", M=40, K=1),
         Case("known", "the maxima of parts are given, and the last one is the largest", M=9, K=50, parts=3),
