@@ -266,6 +266,7 @@ def test_the_source_hash_ignores_comments_and_sees_shared_kernels() -> None:
         for text in ("def f(a, b=1):\n    return a", 'def f(a,\n b=1):\n "Doc."\n return a # c')
     )
     assert plain == written != code_text(ast.parse("def f(a, b=2):\n    return a"))
+    assert plain == code_text(ast.parse('from bagu import x\n__all__ = ["f"]\ndef f(a, b=1):\n    return a'))
 
 
 def test_the_source_hash_does_not_depend_on_the_version_of_python() -> None:

@@ -1,6 +1,7 @@
-"""The hash of the source code that a kernel's speed depends on: its backend and every module of bagu.ops it imports.
+"""The hash of the source code that a kernel's speed depends on: its backend and the modules with kernels it imports.
 
-Comments, docstrings, layout and line numbers do not count. A tuning with another hash is stale and is not used.
+Comments, docstrings, layout, imports and the names of modules do not count: a module may move to another folder. A
+tuning with another hash is stale and is not used.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from pathlib import Path
 __all__ = ["code_text", "source_hash"]
 
 IMPORT = re.compile(r"^ *from (bagu\.[\w.]+) import (?:\(([^)]*)\)|(.+))", re.MULTILINE)
+KERNEL = re.compile(r"^@(triton|gluon)\.jit", re.MULTILINE)
 
 
 @functools.cache
 def source_hash(module: str) -> str:
-    """The hash of a module and of what it imports from bagu.ops.kernels and the folders of ops."""
+    """The hash of a module, of the backends and of the modules with kernels that it imports."""
     digest = hashlib.sha256()
-    for name in sorted(_reached(module)):
-        digest.update(_code(name).encode())
+    for code in sorted(map(_code, _reached(module))):
+        digest.update(code.encode())
     return digest.hexdigest()[:16]
 
 
@@ -30,10 +32,14 @@ def _reached(module: str) -> set[str]:
     found, todo = set(), [module]
     while todo:
         name = todo.pop()
-        if name not in found and _path(name) is not None:
+        if name not in found:
             found.add(name)
-            todo += [m for m in _imports(name) if "kernel" in m or m.endswith("triton_backend")]
+            todo += [m for m in _imports(name) if _path(m) is not None and _decides_speed(m)]
     return found
+
+
+def _decides_speed(name: str) -> bool:
+    return name.endswith(".triton_backend") or KERNEL.search(_text(name)) is not None
 
 
 @functools.cache
@@ -64,13 +70,13 @@ def _code(name: str) -> str:
 
 
 def code_text(node: object) -> str:
-    """A syntax tree as text, without docstrings, positions and empty fields.
+    """A syntax tree as text, without docstrings, imports, `__all__`, positions and empty fields.
 
     `ast.dump` would differ between versions of Python: 3.12 has new fields, which are empty here, and 3.13 leaves empty
     ones out. A store is used with other versions than the one that wrote it.
     """
     if isinstance(node, list):
-        return f"[{','.join(map(code_text, node))}]"
+        return f"[{','.join(code_text(n) for n in node if not _names_modules(n))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     shown = []
@@ -85,3 +91,9 @@ def code_text(node: object) -> str:
 
 def _is_docstring(node: object) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _names_modules(node: object) -> bool:
+    if isinstance(node, ast.Assign):
+        return isinstance(target := node.targets[0], ast.Name) and target.id == "__all__"
+    return isinstance(node, ast.Import | ast.ImportFrom)
