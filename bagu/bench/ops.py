@@ -29,7 +29,7 @@ from bagu.machine.ceilings import Ceilings, measure_ceilings
 from bagu.machine.device import named_device
 from bagu.machine.timing import flush_buffer
 from bagu.ops import catalogue
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.runs.plain_progress import plain_progress
 
 __all__ = ["main"]

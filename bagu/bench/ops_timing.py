@@ -23,7 +23,7 @@ from bagu.bench.sizing import DTYPES, BenchStreams, bench_inputs, first_tensor, 
 from bagu.machine.ceilings import Ceilings
 from bagu.machine.device import gpu, this_machine
 from bagu.machine.timing import Timing, measure, measure_host
-from bagu.ops.core import Case, Cost, OpSpec
+from bagu.ops.contract.core import Case, Cost, OpSpec
 
 __all__ = ["Job", "Point", "Setting", "peak_bytes", "rows_of", "time_job"]
 

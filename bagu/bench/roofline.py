@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from bagu.machine.ceilings import Ceilings
-from bagu.ops.core import Cost, OpSpec
-from bagu.ops.signature import Dims, sizes
+from bagu.ops.contract.core import Cost, OpSpec
+from bagu.ops.contract.signature import Dims, sizes
 
 __all__ = ["FAULT", "PASSES", "Floor", "bandwidth", "costs", "floor", "higher", "is_fault"]
 

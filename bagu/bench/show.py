@@ -27,8 +27,8 @@ from bagu.bench.units import duration, si
 from bagu.machine.ceilings import Ceilings, measure_ceilings
 from bagu.machine.device import default_device, this_machine, triton_interprets
 from bagu.ops import catalogue
-from bagu.ops.core import Case, OpSpec
-from bagu.ops.signature import EXACT, KINDS, TensorArg
+from bagu.ops.contract.core import Case, OpSpec
+from bagu.ops.contract.signature import EXACT, KINDS, TensorArg
 from bagu.runs.record import read_rows
 
 __all__ = ["describe", "list_ops", "show_op", "show_op_kernels"]

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from bagu.bench.roofline import costs
 from bagu.errors import ArgumentError, UnknownName
-from bagu.ops.core import Case, OpSpec, Streams
-from bagu.ops.signature import TensorArg
+from bagu.ops.contract.core import Case, OpSpec, Streams
+from bagu.ops.contract.signature import TensorArg
 
 __all__ = [
     "DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "input_bytes", "parse_size", "resize",

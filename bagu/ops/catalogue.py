@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 from bagu.errors import UnknownName
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 
 __all__ = ["SPECS", "spec"]
 

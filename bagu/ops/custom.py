@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.ops.eager import traced
 from bagu.ops.launch import empty_like
 from bagu.ops.link import Backward, Forward, Link, received, selective

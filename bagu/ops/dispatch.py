@@ -24,7 +24,8 @@ from torch.compiler import is_dynamo_compiling
 from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine.device import triton_interprets
 from bagu.ops import recording, scope
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
+from bagu.ops.contract.values import debugging
 from bagu.ops.custom import listed, needs_custom_op, register
 from bagu.ops.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
 from bagu.ops.invariant import backend_of, forward_of
@@ -32,7 +33,6 @@ from bagu.ops.launcher import available_launcher
 from bagu.ops.node import Node
 from bagu.ops.replay import kind_of, remember
 from bagu.ops.tuning.lookup import tuned
-from bagu.ops.values import debugging
 
 __all__ = ["automatic_backend", "call", "calls_torch", "use"]
 

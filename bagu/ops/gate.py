@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bagu.ops.catalogue import SPECS, spec
-from bagu.ops.core import Case, OpSpec
+from bagu.ops.contract.core import Case, OpSpec
 from bagu.ops.offline import Launch, compile_launch, instructions, launches, registers, specialization
 
 __all__ = ["Kernel", "faults", "kernels"]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, Streams
-from bagu.ops.row_cases import ROW_CASES
-from bagu.ops.signature import Dims
+from bagu.ops.contract.cases import ROW_CASES
+from bagu.ops.contract.core import Case, Cost, Streams
+from bagu.ops.contract.signature import Dims
 
 __all__ = ["CASES", "begin_backward", "cost", "cost_backward", "halves", "inputs", "join", "width"]
 

@@ -37,7 +37,7 @@ import torch
 
 from bagu.errors import BackendError
 from bagu.ops import scope
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.ops.eager import constant
 
 __all__ = [

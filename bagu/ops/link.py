@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import OpSpec
-from bagu.ops.signature import ScalarArg, TensorArg
+from bagu.ops.contract.core import OpSpec
+from bagu.ops.contract.signature import ScalarArg, TensorArg
 
 __all__ = ["Backward", "Forward", "Link", "received", "selective"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.ops.eager import autocasting, once_differentiable, saved_tensor_hooks
 from bagu.ops.launcher import Launcher
 from bagu.ops.link import Backward, Forward, Link, received, selective

@@ -24,7 +24,7 @@ import torch
 
 from bagu.errors import ArgumentError, BackendError
 from bagu.machine.device import triton_interprets
-from bagu.ops.core import Case, OpSpec, Streams
+from bagu.ops.contract.core import Case, OpSpec, Streams
 
 __all__ = [
     "Launch", "MetaStreams", "compile_launch", "disassemble", "instructions", "launches", "registers", "specialization",

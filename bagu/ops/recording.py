@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
+from bagu.ops.contract.signature import Dims
 from bagu.ops.link import Link
-from bagu.ops.signature import Dims
 
 __all__ = ["Call", "Recorder", "active", "storage_id"]
 

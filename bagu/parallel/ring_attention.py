@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from bagu import ops
 from bagu.ops.attention import cpu
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
 

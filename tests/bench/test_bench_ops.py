@@ -18,7 +18,7 @@ from bagu.errors import ArgumentError, BackendError, NotOffered, UnknownName
 from bagu.machine.ceilings import Ceilings
 from bagu.machine.timing import Timing
 from bagu.ops.catalogue import SPECS, spec
-from bagu.ops.core import Case, Cost
+from bagu.ops.contract.core import Case, Cost
 from bagu.runs.record import read_rows
 
 CEILINGS = Ceilings(read=100e9, write=80e9, copy=50e9, matmul=1e12, dtype="float32", device="cpu")

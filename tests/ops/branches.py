@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from tests.ops import sources
 
 __all__ = ["arms", "branch", "chosen", "instrumented", "kernels_switched_off", "taken"]

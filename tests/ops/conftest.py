@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bagu.ops import values
+from bagu.ops.contract import values
 from tests.ops import interpreter
 
 interpreter.install()

@@ -45,9 +45,9 @@ import torch
 import torch._inductor.config  # `check` imports it: 1.6 s of CPU, here once instead of in every child process
 
 from bagu.errors import ConformanceError
-from bagu.ops import core
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec, Streams, check
+from bagu.ops.contract import core
+from bagu.ops.contract.core import OpSpec, Streams, check
 from tests.ops import sources
 from tests.ops.points import Point, other_points, points, run_as
 from tests.ops.reaching import reached_at

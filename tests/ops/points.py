@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagu.ops.core import Case, OpSpec, Streams
+from bagu.ops.contract.core import Case, OpSpec, Streams
 from bagu.ops.node import paired
 
 GPU = torch.cuda.is_available()

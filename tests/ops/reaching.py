@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from bagu.ops import core
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec, Streams, _placed, _run
+from bagu.ops.contract import core
+from bagu.ops.contract.core import OpSpec, Streams, _placed, _run
+from bagu.ops.contract.layouts import lay_out
 from bagu.ops.launcher import Launch, noted_launches
-from bagu.ops.layouts import lay_out
 from bagu.ops.node import paired
 from tests.ops import sources
 from tests.ops.branches import kernels_switched_off

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 
 # What every op shares on the way to a backend or to a launch. It is no backend's, and has tests of its own.
 OUTSIDE = {

@@ -16,7 +16,7 @@ import bagu.ops
 from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
 from bagu.ops import dispatch
 from bagu.ops.catalogue import SPECS, spec
-from bagu.ops.core import OpSpec, Streams, nan_filled_memory
+from bagu.ops.contract.core import OpSpec, Streams, nan_filled_memory
 from bagu.ops.dispatch import call
 from bagu.ops.eager import constant
 

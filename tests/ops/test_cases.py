@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec, Streams
+from bagu.ops.contract.core import OpSpec, Streams
 from tests.ops.points import small
 
 SCALARS = [pytest.param(s, a.name, id=f"{s.name}-{a.name}") for s in SPECS.values() for a in s.sig.scalars]

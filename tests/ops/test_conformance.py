@@ -14,9 +14,9 @@ import torch
 
 from bagu.errors import ConformanceError
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec, Streams, check
+from bagu.ops.contract.core import OpSpec, Streams, check
+from bagu.ops.contract.layouts import lay_out
 from bagu.ops.dispatch import call, load_op
-from bagu.ops.layouts import lay_out
 from bagu.ops.node import paired
 from tests.ops.points import DEVICE, GPU, Point, looked_through, other_points, points, tunings
 from tests.ops.reaching import launched

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.ops.activations import activate
+from bagu.ops.contract.core import Streams
 from bagu.ops.conv2d.tiles import box_of, boxes
-from bagu.ops.core import Streams
 from tests.ops.points import DEVICE
 
 

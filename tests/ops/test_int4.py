@@ -8,7 +8,7 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops import dequantize_int4, int4_matmul, quantize_int4
 from bagu.ops.catalogue import spec
-from bagu.ops.core import Streams
+from bagu.ops.contract.core import Streams
 from bagu.ops.int4_matmul.layout import pack_int4, per_column, unpacked
 from tests.ops.points import DEVICE
 

@@ -10,7 +10,7 @@ import torch
 from bagu import ops
 from bagu.errors import ArgumentError, BackendError
 from bagu.ops.catalogue import spec
-from bagu.ops.core import Streams
+from bagu.ops.contract.core import Streams
 from bagu.ops.int8_attention.torch_backend import GROUP
 from tests.ops.points import DEVICE
 

@@ -8,7 +8,7 @@ import torch
 from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.ops.catalogue import spec
-from bagu.ops.core import Streams
+from bagu.ops.contract.core import Streams
 from bagu.ops.launcher import Launch, noted_launches
 from tests.ops.points import DEVICE
 

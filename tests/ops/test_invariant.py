@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bagu import ops
 from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, OpSpec, check
+from bagu.ops.contract.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
 from bagu.ops.invariant import ROW_BY_ROW, active
 from tests.ops.points import eight_bits

@@ -16,7 +16,7 @@ import torch
 from bagu import ops
 from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, OpSpec, check
+from bagu.ops.contract.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
 from bagu.ops.invariant import ELEMENTWISE_ON_GPU, ROW_BY_ROW
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported

@@ -10,7 +10,7 @@ from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.ops.activations import ACTIVATIONS, activate, activation_backward
 from bagu.ops.catalogue import spec
-from bagu.ops.core import Streams
+from bagu.ops.contract.core import Streams
 from bagu.ops.dispatch import automatic_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

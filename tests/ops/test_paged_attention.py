@@ -16,7 +16,7 @@ from bagu.errors import ArgumentError, ConformanceError
 from bagu.machine import native
 from bagu.ops.attention.shape import Shape
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, check
+from bagu.ops.contract.core import Case, check
 from bagu.ops.dispatch import call
 from bagu.ops.paged_attention import dense
 from bagu.ops.paged_attention.pages import Pages

@@ -10,7 +10,7 @@ import torch
 
 from bagu import ops
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec, Streams
+from bagu.ops.contract.core import OpSpec, Streams
 from bagu.ops.dispatch import call
 from bagu.ops.recording import Recorder, active, storage_id
 

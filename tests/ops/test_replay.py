@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bagu.ops import eager
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.ops.launcher import noted_launches
 from bagu.ops.node import Node
 from bagu.ops.plan import source

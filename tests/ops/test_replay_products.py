@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case
+from bagu.ops.contract.core import Case
 from bagu.ops.node import Node
 from bagu.ops.plan import Results, source
 from bagu.ops.replay import Replayed

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import bagu.ops
 from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case, OpSpec, Streams
+from bagu.ops.contract.core import Case, OpSpec, Streams
 from bagu.ops.dispatch import call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,7 @@ from bagu import ops
 from bagu.bench.tune_steps import Target, kind_of
 from bagu.errors import ArgumentError
 from bagu.ops.catalogue import SPECS
-from bagu.ops.core import Case
+from bagu.ops.contract.core import Case
 from bagu.ops.tuning import lookup, source
 from bagu.ops.tuning.missing import Missing, missing, missing_file
 from bagu.ops.tuning.source import code_text, source_hash

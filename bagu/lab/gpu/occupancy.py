@@ -34,7 +34,7 @@ from bagu.lab.parts.ranks import rank_correlation
 from bagu.lab.plot import COLOURS, INK
 from bagu.machine.device import this_machine, triton_interprets
 from bagu.ops.catalogue import spec
-from bagu.ops.core import Case
+from bagu.ops.contract.core import Case
 from bagu.ops.launcher import Launch, noted_launches
 from bagu.ops.offline import launches
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from bagu.ops.add_rms_norm import torch_backend
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.cases import ROW_CASES
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.rms_norm.spec import reference as rms_norm
-from bagu.ops.row_cases import ROW_CASES
 
 
 def reference(

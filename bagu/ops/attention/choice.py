@@ -13,7 +13,7 @@ from bagu.ops.attention import cuda
 from bagu.ops.attention.block_sizes import WIDEST
 from bagu.ops.attention.shape import Shape
 from bagu.ops.attention.torch_backend import uniform
-from bagu.ops.core import Rule
+from bagu.ops.contract.core import Rule
 
 __all__ = ["PREFER_TORCH", "unsupported"]
 

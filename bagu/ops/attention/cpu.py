@@ -24,10 +24,10 @@ from bagu.ops import invariant_rows
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape, add_sinks
+from bagu.ops.contract.signature import accumulator
+from bagu.ops.contract.values import check_offsets
 from bagu.ops.custom import needs_custom_op
 from bagu.ops.eager import once_differentiable, without_autocast
-from bagu.ops.signature import accumulator
-from bagu.ops.values import check_offsets
 
 __all__ = ["Tiled", "equal", "ragged", "ragged_backward"]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 __all__ = ["Gradients", "backward", "forward"]
 

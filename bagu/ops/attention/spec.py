@@ -29,9 +29,9 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.attention import flash, torch_backend
 from bagu.ops.attention.choice import PREFER_TORCH, unsupported
-from bagu.ops.core import Case, Cost, OpSpec, Streams
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_offsets, check_segments
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_offsets, check_segments
 
 
 def reference(

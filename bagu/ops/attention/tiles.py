@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 from bagu.ops.attention.shape import Shape
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 __all__ = ["attend"]
 

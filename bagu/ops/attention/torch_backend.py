@@ -14,8 +14,8 @@ import torch
 from bagu.ops import eager
 from bagu.ops.attention import cpu, cuda, dense
 from bagu.ops.attention.shape import Shape, segment_of
-from bagu.ops.signature import accumulator
-from bagu.ops.values import check_offsets
+from bagu.ops.contract.signature import accumulator
+from bagu.ops.contract.values import check_offsets
 
 __all__ = ["Path", "backward", "forward", "invariant_forward", "path"]
 

@@ -23,10 +23,10 @@ from bagu.ops.attention.block_sizes import Block, Blocks, blocks_for, reads_by_t
 from bagu.ops.attention.forward_kernel import forward_kernel
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.attention.work_list import list_tiles
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.launch import fp32_pair, triton_acc
 from bagu.ops.launcher import with_scratch_memory
 from bagu.ops.paged_attention.triton_backend import attend_invariant
-from bagu.ops.signature import accumulator
 
 __all__ = ["LOG2E", "backward", "forward", "invariant_forward", "readable"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 
 def eager(

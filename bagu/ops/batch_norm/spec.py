@@ -24,8 +24,8 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.batch_norm import torch_backend
-from bagu.ops.core import Case, Cost, OpSpec, Streams
-from bagu.ops.signature import Dims
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 
 
 def reference(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
+from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.conv2d import torch_backend
 from bagu.ops.conv2d.tiles import Steps
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
-from bagu.ops.signature import Dims
 
 Pair = tuple[int, int]
 AXES = (("h", "H", "R"), ("w", "W", "S"))

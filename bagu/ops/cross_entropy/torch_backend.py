@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.invariant import at_least_two_rows
-from bagu.ops.signature import accumulator
 
 __all__ = ["backward", "forward", "invariant_forward", "target_logits"]
 

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
-from bagu.ops.signature import accumulator
 
 __all__ = ["TUNABLE", "backward", "forward", "invariant_forward", "reduce_rows"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.cases import ROW_CASES
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.dequantize_int8 import torch_backend
 from bagu.ops.quantize_int8.spec import scale_shape
-from bagu.ops.row_cases import ROW_CASES
-from bagu.ops.signature import Dims
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -18,11 +18,11 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
-from bagu.ops.core import Case, OpSpec, Rule, Streams
+from bagu.ops.contract.core import Case, OpSpec, Rule, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.fp8_matmul import torch_backend
 from bagu.ops.int8_matmul.spec import BIG, check_scales, cost
 from bagu.ops.launch import is_hopper
-from bagu.ops.signature import Dims
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = ("bfloat16", "float16")

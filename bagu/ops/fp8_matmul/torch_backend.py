@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops.activations import activate
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.launch import is_hopper
-from bagu.ops.signature import accumulator
 
 
 def takes_scaled_mm(x: torch.Tensor, w: torch.Tensor, dtype: str) -> bool:

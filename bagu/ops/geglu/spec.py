@@ -21,9 +21,9 @@ import torch
 
 from bagu.errors import UnknownName
 from bagu.ops import gated
-from bagu.ops.core import Case, OpSpec, Streams
+from bagu.ops.contract.core import Case, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.geglu import torch_backend
-from bagu.ops.signature import Dims
 
 
 def reference(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.gelu import torch_backend
 
 

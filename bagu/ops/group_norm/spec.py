@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.group_norm import torch_backend
-from bagu.ops.signature import Dims
 
 
 def reference(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 
 def forward(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.grouped_matmul import torch_backend
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.gumbel_softmax import torch_backend
 from bagu.ops.gumbel_softmax.noise import words
-from bagu.ops.signature import Dims
 
 
 def reference(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.gumbel_softmax.noise import gumbel, words
-from bagu.ops.signature import accumulator
 
 
 def forward(logits: torch.Tensor, tau: float, hard: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

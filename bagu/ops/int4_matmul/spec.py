@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.int4_matmul import torch_backend
 from bagu.ops.int4_matmul.layout import num_groups, per_column, unpacked
-from bagu.ops.signature import Dims
 
 
 def reference(

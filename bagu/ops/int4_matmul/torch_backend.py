@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.int4_matmul.layout import dequantize_int4
-from bagu.ops.signature import accumulator
 
 
 def forward(

@@ -26,11 +26,11 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.attention.spec import pairs
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_offsets, check_segments
 from bagu.ops.int8_attention import torch_backend
 from bagu.ops.int8_attention.torch_backend import GROUP, rounded
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_offsets, check_segments
 
 HEADS = (64, 128)  # sizes of a head that the Triton kernels have
 

@@ -6,7 +6,7 @@ import torch
 
 from bagu.ops.attention import torch_backend as attention
 from bagu.ops.attention.shape import index, segment_of
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 __all__ = ["GROUP", "forward", "rounded"]
 

@@ -15,12 +15,12 @@ import torch
 from bagu.ops.attention.block_sizes import Block
 from bagu.ops.attention.triton_backend import LOG2E, readable
 from bagu.ops.attention.work_list import list_tiles
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.int8_attention.attend_kernel import attend_kernel
 from bagu.ops.int8_attention.key_kernels import quantize_kernel, sum_kernel
 from bagu.ops.int8_attention.torch_backend import GROUP
 from bagu.ops.launch import fp32_pair, is_hopper, next_power_of_2, triton_acc
 from bagu.ops.launcher import with_scratch_memory
-from bagu.ops.signature import accumulator
 
 __all__ = ["forward"]
 

@@ -16,11 +16,11 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import activate
+from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.conv2d import spec as conv2d
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.int8_conv2d import torch_backend
 from bagu.ops.int8_matmul.spec import DTYPES, LONGEST
-from bagu.ops.signature import Dims
 
 
 def reference(

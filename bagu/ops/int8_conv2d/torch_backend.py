@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.activations import activate
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.conv2d.torch_backend import convolved
-from bagu.ops.signature import accumulator
 
 
 def forward(

@@ -18,9 +18,9 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.int8_matmul import torch_backend
-from bagu.ops.signature import Dims
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LONGEST = (1 << 17) - 1  # products are at most 2^14, and their sum must be below 2^31

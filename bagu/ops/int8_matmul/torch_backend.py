@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops.activations import activate
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 PIECE = 1024
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 __all__ = ["LARGEST", "check_cache", "dequantize", "quantize"]
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_range
 from bagu.ops.kv_write import torch_backend
 from bagu.ops.kv_write.quantize import check_cache, quantize
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_range
 
 INF, NAN = float("inf"), float("nan")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.cases import ROW_CASES
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.layer_norm import torch_backend
-from bagu.ops.row_cases import ROW_CASES
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> torch.Tensor:

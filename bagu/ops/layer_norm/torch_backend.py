@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops import eager
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

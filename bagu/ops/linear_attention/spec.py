@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_segments
 from bagu.ops.linear_attention import torch_backend
 from bagu.ops.linear_attention.torch_backend import CHUNK
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_segments
 
 
 def reference(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.attention.shape import segment_of
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 __all__ = ["backward", "forward"]
 

@@ -17,9 +17,9 @@ from types import MappingProxyType
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.linear_cross_entropy import cpu_gemm
 from bagu.ops.linear_cross_entropy.losses import token_losses
-from bagu.ops.signature import accumulator
 
 __all__ = [
     "EVERY",

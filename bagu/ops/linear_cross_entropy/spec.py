@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.linear_cross_entropy import torch_backend
-from bagu.ops.signature import Dims
 
 IGNORED = -100  # in the targets of a case: stands for the case's ignore_index
 ALL, NAN = ..., float("nan")

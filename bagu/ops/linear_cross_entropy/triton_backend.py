@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.launch import next_power_of_2, triton_acc
 from bagu.ops.launcher import available_launcher
@@ -25,7 +26,6 @@ from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
 from bagu.ops.matmul.triton_backend import Epilogue, product
 from bagu.ops.plan import Results
 from bagu.ops.replay import Replayed
-from bagu.ops.signature import accumulator
 
 __all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_backward", "invariant_forward"]
 

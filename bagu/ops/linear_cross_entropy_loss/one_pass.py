@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.linear_cross_entropy.chunked import Gradients, Kernels, joined, operand, operands, part
-from bagu.ops.signature import accumulator
 
 __all__ = ["check_made", "forward"]
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.linear_cross_entropy import spec as head
 from bagu.ops.linear_cross_entropy.losses import token_losses
 from bagu.ops.linear_cross_entropy_loss import torch_backend
-from bagu.ops.signature import Dims
 
 
 def reference(

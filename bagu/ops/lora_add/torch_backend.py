@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 
 @torch.no_grad()

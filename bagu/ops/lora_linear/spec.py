@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.lora_add import spec as lora_add
 from bagu.ops.lora_linear import torch_backend
 

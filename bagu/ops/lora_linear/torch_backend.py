@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.lora_add import torch_backend as lora_add
-from bagu.ops.signature import accumulator
 
 
 @torch.no_grad()

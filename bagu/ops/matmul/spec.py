@@ -17,9 +17,9 @@ import torch
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
-from bagu.ops.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.matmul import torch_backend
-from bagu.ops.signature import Dims
 
 
 def reference(

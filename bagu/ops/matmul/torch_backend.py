@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from bagu.machine.device import onednn_has_bf16
 from bagu.ops import invariant_rows
 from bagu.ops.activations import activate, activation_backward
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.eager import constant, without_autocast
 from bagu.ops.invariant import in_blocks, times_sigmoid
-from bagu.ops.signature import accumulator
 
 EVERY = dict.fromkeys(("x", "w", "bias", "residual", "row_scale", "column_scale"), True)
 cpu_has_bf16 = constant(onednn_has_bf16)

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.mla_attention import torch_backend
 from bagu.ops.paged_attention import spec as paged
-from bagu.ops.signature import Dims
 
 WIDEST = 512, 128  # the most features of a latent and of a rotated key that a tile of the Triton kernel can hold
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from bagu.ops.activations import activate, activation_backward
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.matmul.torch_backend import linear, of_product
-from bagu.ops.signature import accumulator
 from bagu.ops.swiglu import swiglu
 
 __all__ = ["EVERY", "backward", "forward"]

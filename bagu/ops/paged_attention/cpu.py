@@ -29,10 +29,10 @@ from bagu.errors import ArgumentError
 from bagu.ops.attention import flash
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.paged_attention import compiled
 from bagu.ops.paged_attention.dense import empty
 from bagu.ops.paged_attention.pages import Pages
-from bagu.ops.signature import accumulator
 
 __all__ = ["check", "forward"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.attention.shape import Shape, segment_of
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.paged_attention.pages import Pages
-from bagu.ops.signature import accumulator
 
 __all__ = ["empty", "forward"]
 

@@ -27,12 +27,12 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.attention import flash
 from bagu.ops.attention.block_sizes import WIDEST
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_range
 from bagu.ops.kv_write.quantize import check_cache
 from bagu.ops.kv_write.spec import filled
 from bagu.ops.paged_attention import cpu, torch_backend
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_range
 
 
 def reference(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.kv_write.quantize import LARGEST
 from bagu.ops.quantize_fp8 import torch_backend
 from bagu.ops.quantize_int8.spec import SPEC as INT8

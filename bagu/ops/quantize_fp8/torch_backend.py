@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.kv_write.quantize import quantize
-from bagu.ops.signature import accumulator
 
 
 def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

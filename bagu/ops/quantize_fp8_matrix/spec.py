@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.quantize_fp8.spec import unsupported
 from bagu.ops.quantize_fp8_matrix import torch_backend
-from bagu.ops.signature import Dims
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 MOST_PARTS = 4096  # every program of the kernel reads all of `amax`

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from bagu.errors import UnknownName
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.cases import ROW_CASES
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.quantize_int8 import torch_backend
-from bagu.ops.row_cases import ROW_CASES
-from bagu.ops.signature import Dims
 
 GRANULARITIES = ("tensor", "row", "channel")
 INF, NAN = float("inf"), float("nan")

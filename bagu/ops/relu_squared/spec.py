@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.relu_squared import torch_backend
 
 

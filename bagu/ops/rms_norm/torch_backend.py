@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops import eager, invariant_rows
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 BLOCK = 512  # numbers that vector_norm adds sequentially in row_norm
 

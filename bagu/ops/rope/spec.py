@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_range
 from bagu.ops.rope import torch_backend
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_range
 
 LAYOUTS = ("half", "interleaved")
 INF, NAN = float("inf"), float("nan")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from bagu.ops import eager, invariant_rows
-from bagu.ops.signature import accumulator
-from bagu.ops.values import check_range
+from bagu.ops.contract.signature import accumulator
+from bagu.ops.contract.values import check_range
 
 
 def formula(

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_range
 from bagu.ops.kv_write.quantize import check_cache
 from bagu.ops.kv_write.spec import filled
 from bagu.ops.kv_write.spec import reference as write
@@ -28,8 +30,6 @@ from bagu.ops.rms_norm.spec import reference as rms_norm
 from bagu.ops.rope.spec import LAYOUTS
 from bagu.ops.rope.spec import reference as rope
 from bagu.ops.rope_kv_write import torch_backend
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_range
 
 INF, NAN = float("inf"), float("nan")
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.kv_write import torch_backend as kv_write
 from bagu.ops.rms_norm import rms_norm
 from bagu.ops.rms_norm import torch_backend as rms_norm_torch
 from bagu.ops.rope import rope
 from bagu.ops.rope import torch_backend as rope_torch
-from bagu.ops.signature import accumulator
 
 
 class _Ops(NamedTuple):

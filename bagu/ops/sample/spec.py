@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
+from bagu.ops.contract.values import check_range
 from bagu.ops.sample import torch_backend
-from bagu.ops.signature import Dims
-from bagu.ops.values import check_range
 
 
 def reference(

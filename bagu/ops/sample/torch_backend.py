@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bagu.ops import eager
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 __all__ = ["argmax", "forward", "invariant_forward"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import Case, Cost, OpSpec, Streams
-from bagu.ops.row_cases import ROW_CASES
+from bagu.ops.contract.cases import ROW_CASES
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.scale_norm import torch_backend
 
 

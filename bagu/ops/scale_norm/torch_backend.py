@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.rms_norm.torch_backend import row_norm
-from bagu.ops.signature import accumulator
 
 
 def forward(x: torch.Tensor, g: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

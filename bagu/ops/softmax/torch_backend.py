@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.signature import accumulator
+from bagu.ops.contract.signature import accumulator
 
 
 def allowed(x: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from bagu.ops import gated
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.ops.swiglu import torch_backend
 
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops import eager, invariant_rows
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.gated import begin_backward, halves, join
 from bagu.ops.invariant import times_sigmoid
-from bagu.ops.signature import accumulator
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.core import OpSpec
+from bagu.ops.contract.core import OpSpec
 from bagu.ops.replay import remember
 from bagu.ops.tuning.missing import Missing
 from bagu.ops.tuning.source import source_hash

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.core import Case, Cost, OpSpec, Streams
-from bagu.ops.signature import Dims
+from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
+from bagu.ops.contract.signature import Dims
 from bagu.ops.w8a16_matmul import torch_backend
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)

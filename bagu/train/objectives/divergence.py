@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from bagu.ops.contract.signature import accumulator
 from bagu.ops.linear_cross_entropy.chunked import Gradients, chunks, joined, operand, part, product
-from bagu.ops.signature import accumulator
 
 Divergence = Literal["forward", "reverse", "jsd"]
 # log p, log q -> the divergence of each row, and its gradient by the logits of q

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagu.ops.core import Case
+from bagu.ops.contract.core import Case
 
 __all__ = ["ROW_CASES"]
 

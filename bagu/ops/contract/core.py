@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.errors import ArgumentError, ConformanceError, UnknownName
+from bagu.ops.contract.layouts import lay_out, raw_bytes
+from bagu.ops.contract.signature import Dims, Signature, accumulator
 from bagu.ops.launch import empty_like, interpreted_sms
-from bagu.ops.layouts import lay_out, raw_bytes
-from bagu.ops.signature import Dims, Signature, accumulator
 
 __all__ = ["Case", "Cost", "OpSpec", "Rule", "Streams", "check"]
 
