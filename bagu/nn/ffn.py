@@ -11,7 +11,7 @@ from torch import nn
 from bagu import ops
 from bagu.nn.config import FFNKind, GateClamp, ModelConfig
 from bagu.nn.linear import Factory, Linear
-from bagu.ops.invariant import sigmoid
+from bagu.ops.invariant.mode import sigmoid
 
 
 def activate(kind: FFNKind, x: torch.Tensor, clamp: GateClamp | None = None) -> torch.Tensor:

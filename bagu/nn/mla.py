@@ -24,7 +24,7 @@ from bagu.nn.attention import Context, Softmax
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.linear import Factory, Linear
 from bagu.nn.norm import RMSNorm
-from bagu.ops.invariant import active
+from bagu.ops.invariant.mode import active
 
 
 class MLA(nn.Module):

@@ -25,7 +25,7 @@ from bagu import ops
 from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.ffn import FFN, activate
 from bagu.nn.linear import Factory, Linear, parameter
-from bagu.ops.invariant import sigmoid
+from bagu.ops.invariant.mode import sigmoid
 
 
 class Routing(NamedTuple):

@@ -26,7 +26,7 @@ from bagu.ops.int4_matmul import Int4, dequantize_int4, int4_matmul, quantize_in
 from bagu.ops.int8_attention import int8_attention
 from bagu.ops.int8_conv2d import int8_conv2d
 from bagu.ops.int8_matmul import int8_linear, int8_matmul
-from bagu.ops.invariant import invariant
+from bagu.ops.invariant.mode import invariant
 from bagu.ops.kv_write import kv_write
 from bagu.ops.layer_norm import layer_norm
 from bagu.ops.linear_attention import linear_attention, positive_features

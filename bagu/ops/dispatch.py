@@ -28,7 +28,7 @@ from bagu.ops.contract.core import OpSpec
 from bagu.ops.contract.values import debugging
 from bagu.ops.custom import listed, needs_custom_op, register
 from bagu.ops.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
-from bagu.ops.invariant import backend_of, forward_of
+from bagu.ops.invariant.mode import backend_of, forward_of
 from bagu.ops.launcher import available_launcher
 from bagu.ops.node import Node
 from bagu.ops.replay import kind_of, remember

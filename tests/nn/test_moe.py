@@ -10,7 +10,7 @@ from bagu import ops
 from bagu.nn.config import ModelConfig, MoEConfig
 from bagu.nn.ffn import activate
 from bagu.nn.moe import MoE, balance_loss, choose
-from bagu.ops.invariant import sigmoid
+from bagu.ops.invariant.mode import sigmoid
 
 KINDS = [
     MoEConfig(num_experts=6, top_k=2, expert_size=16),

@@ -20,7 +20,7 @@ from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
-from bagu.ops.invariant import ROW_BY_ROW, active
+from bagu.ops.invariant.mode import ROW_BY_ROW, active
 from tests.ops.points import eight_bits
 
 OWN = [s for s in SPECS.values() if hasattr(s.torch_backend, "invariant_forward")]

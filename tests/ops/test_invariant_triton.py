@@ -18,7 +18,7 @@ from bagu.errors import BackendError
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, check
 from bagu.ops.dispatch import call
-from bagu.ops.invariant import ELEMENTWISE_ON_GPU, ROW_BY_ROW
+from bagu.ops.invariant.mode import ELEMENTWISE_ON_GPU, ROW_BY_ROW
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 
 OWN = ("attention", "cross_entropy", "grouped_matmul", "layer_norm", "linear_cross_entropy",

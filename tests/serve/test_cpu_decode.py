@@ -20,8 +20,9 @@ from bagu.nn.init import init_weights
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.position_choices import NoPositions
-from bagu.ops import dequantize_int4, invariant_rows, quantize_int4
+from bagu.ops import dequantize_int4, quantize_int4
 from bagu.ops.int4_matmul.layout import GROUP, per_column
+from bagu.ops.invariant import invariant_rows
 from bagu.serve.cpu.compiled import SOURCE, CompiledDecode, Decodes, PackedLinear, has_int8_dot, rounded
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.invariant import at_least_two_rows
+from bagu.ops.invariant.mode import at_least_two_rows
 
 __all__ = ["backward", "forward", "invariant_forward", "target_logits"]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bagu.ops import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.gated import begin_backward, halves, join
-from bagu.ops.invariant import times_sigmoid
+from bagu.ops.invariant.mode import times_sigmoid
 
 TWICE = 2 * math.sqrt(2 / math.pi)
 Gradients = tuple[torch.Tensor, torch.Tensor | None]

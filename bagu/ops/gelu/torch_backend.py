@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from bagu.ops import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.geglu.torch_backend import step, twice
-from bagu.ops.invariant import times_sigmoid
+from bagu.ops.invariant.mode import times_sigmoid
 
 
 def forward(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:

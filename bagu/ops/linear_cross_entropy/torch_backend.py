@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager, invariant_rows
+from bagu.ops import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.cross_entropy.torch_backend import target_logits
-from bagu.ops.invariant import at_least_two_rows, in_blocks
+from bagu.ops.invariant import invariant_rows
+from bagu.ops.invariant.mode import at_least_two_rows, in_blocks
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from bagu.machine.device import onednn_has_bf16
-from bagu.ops import invariant_rows
 from bagu.ops.activations import activate, activation_backward
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.eager import constant, without_autocast
-from bagu.ops.invariant import in_blocks, times_sigmoid
+from bagu.ops.invariant import invariant_rows
+from bagu.ops.invariant.mode import in_blocks, times_sigmoid
 
 EVERY = dict.fromkeys(("x", "w", "bias", "residual", "row_scale", "column_scale"), True)
 cpu_has_bf16 = constant(onednn_has_bf16)

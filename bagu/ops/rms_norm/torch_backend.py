@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops import eager, invariant_rows
+from bagu.ops import eager
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.invariant import invariant_rows
 
 BLOCK = 512  # numbers that vector_norm adds sequentially in row_norm
 

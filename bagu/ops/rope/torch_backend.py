@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager, invariant_rows
+from bagu.ops import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_range
+from bagu.ops.invariant import invariant_rows
 
 
 def formula(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bagu.ops import eager, invariant_rows
+from bagu.ops import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.gated import begin_backward, halves, join
-from bagu.ops.invariant import times_sigmoid
+from bagu.ops.invariant import invariant_rows
+from bagu.ops.invariant.mode import times_sigmoid
 
 Gradients = tuple[torch.Tensor, torch.Tensor | None]
 

@@ -1,4 +1,4 @@
-"""A decode step in invariant mode on a CPU: the ops' own C++ functions, as one list of calls (ops/invariant_rows.py).
+"""A decode step in invariant mode on a CPU: the ops' own C++ functions, as one list of calls (invariant_rows.py).
 
 The list has the ops of the recorded forward (match.py) in the same order, and each call is the function that the op
 runs in training and prefill, so the bits are equal. Weights are the model's own memory, except for norms in bf16.
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagu.ops import invariant_rows
-from bagu.ops.invariant_rows import Kind, Program
+from bagu.ops.invariant import invariant_rows
+from bagu.ops.invariant.invariant_rows import Kind, Program
 from bagu.serve.cpu.compiled import Decodes
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.match import DecodeStep, LayerWeights, Weight

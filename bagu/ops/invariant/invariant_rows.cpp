@@ -10,7 +10,7 @@
 // Dims: M = rows, N = outputs, K = inputs; the rest as in decode.h.
 #include <algorithm>
 
-#include "ops/invariant_program.h"
+#include "ops/invariant/invariant_program.h"
 #include "ops/paged_attention/decode.h"
 
 namespace bagu {

@@ -22,7 +22,7 @@ from bagu.machine.device import onednn_has_bf16
 
 __all__ = ["Kind", "Program", "attend", "available", "gate", "norm", "product", "rotate"]
 
-SOURCE = "ops/invariant_rows.cpp"
+SOURCE = "ops/invariant/invariant_rows.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CONTIGUOUS = 1 << 40  # positions per block of keys that are not in blocks
 POINTER, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
