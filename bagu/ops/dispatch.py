@@ -29,9 +29,9 @@ from bagu.ops.contract.values import debugging
 from bagu.ops.custom import listed, needs_custom_op, register
 from bagu.ops.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
 from bagu.ops.invariant.mode import backend_of, forward_of
-from bagu.ops.launcher import available_launcher
 from bagu.ops.node import Node
-from bagu.ops.replay import kind_of, remember
+from bagu.ops.replay.launcher import available_launcher
+from bagu.ops.replay.replay import kind_of, remember
 from bagu.ops.tuning.lookup import tuned
 
 __all__ = ["automatic_backend", "call", "calls_torch", "use"]

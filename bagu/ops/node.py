@@ -14,10 +14,10 @@ import torch
 
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.eager import autocasting, once_differentiable, saved_tensor_hooks
-from bagu.ops.launcher import Launcher
 from bagu.ops.link import Backward, Forward, Link, received, selective
-from bagu.ops.plan import Results
-from bagu.ops.replay import Host, Repeated, Replayed, kind_of, remember
+from bagu.ops.replay.launcher import Launcher
+from bagu.ops.replay.plan import Results
+from bagu.ops.replay.replay import Host, Repeated, Replayed, kind_of, remember
 
 __all__ = ["Node", "backward_host", "forward_host", "paired"]
 

@@ -9,7 +9,7 @@ from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.ops.catalogue import spec
 from bagu.ops.contract.core import Streams
-from bagu.ops.launcher import Launch, noted_launches
+from bagu.ops.replay.launcher import Launch, noted_launches
 from tests.ops.points import DEVICE
 
 

@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from bagu.ops import eager
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.launcher import noted_launches
 from bagu.ops.node import Node
-from bagu.ops.plan import source
+from bagu.ops.replay.launcher import noted_launches
+from bagu.ops.replay.plan import source
 from tests.ops.points import DEVICE, Point, points
 from tests.ops.replaying import GPU, drawn, forward_of, launcher, plans, ran
 

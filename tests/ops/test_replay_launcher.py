@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from bagu.ops.launcher import Direct, Launch, Scratch, noted_launches, takes_kernel_arguments, with_scratch_memory
-from bagu.ops.plan import Plan, Step
+from bagu.ops.replay.launcher import (
+    Direct,
+    Launch,
+    Scratch,
+    noted_launches,
+    takes_kernel_arguments,
+    with_scratch_memory,
+)
+from bagu.ops.replay.plan import Plan, Step
 from tests.ops.points import DEVICE
 from tests.ops.replaying import GPU, Interpreted, forward_of, plans
 

@@ -11,8 +11,8 @@ import torch
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case
 from bagu.ops.node import Node
-from bagu.ops.plan import Results, source
-from bagu.ops.replay import Replayed
+from bagu.ops.replay.plan import Results, source
+from bagu.ops.replay.replay import Replayed
 from tests.ops.points import DEVICE
 from tests.ops.replaying import GPU, drawn, launcher, plans, ran
 

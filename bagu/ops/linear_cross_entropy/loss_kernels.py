@@ -15,9 +15,9 @@ import triton.language as tl
 
 from bagu.ops.kernels.scalars import reciprocal
 from bagu.ops.launch import triton_acc
-from bagu.ops.launcher import available_launcher
-from bagu.ops.plan import Results
-from bagu.ops.replay import Replayed
+from bagu.ops.replay.launcher import available_launcher
+from bagu.ops.replay.plan import Results
+from bagu.ops.replay.replay import Replayed
 
 __all__ = ["mean_weights", "weighted_loss", "weighted_loss_host"]
 

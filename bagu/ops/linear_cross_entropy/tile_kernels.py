@@ -23,11 +23,11 @@ import triton.language as tl
 from bagu.ops.cross_entropy.triton_backend import exp
 from bagu.ops.kernels.gemm import tile_of
 from bagu.ops.launch import as_rows, num_sms
-from bagu.ops.launcher import available_launcher, with_scratch_memory
 from bagu.ops.linear_cross_entropy.loss_kernels import weighted_loss_host
 from bagu.ops.matmul.triton_backend import PERSISTENT, by_tma
-from bagu.ops.plan import Results
-from bagu.ops.replay import Replayed
+from bagu.ops.replay.launcher import available_launcher, with_scratch_memory
+from bagu.ops.replay.plan import Results
+from bagu.ops.replay.replay import Replayed
 
 __all__ = ["fits", "loss_and_slope", "scores", "slope"]
 

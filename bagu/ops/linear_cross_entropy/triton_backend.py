@@ -20,12 +20,12 @@ import triton.language as tl
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.launch import next_power_of_2, triton_acc
-from bagu.ops.launcher import available_launcher
 from bagu.ops.linear_cross_entropy import chunked, loss_kernels, tile_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
 from bagu.ops.matmul.triton_backend import Epilogue, product
-from bagu.ops.plan import Results
-from bagu.ops.replay import Replayed
+from bagu.ops.replay.launcher import available_launcher
+from bagu.ops.replay.plan import Results
+from bagu.ops.replay.replay import Replayed
 
 __all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_backward", "invariant_forward"]
 

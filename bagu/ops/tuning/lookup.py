@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.replay import remember
+from bagu.ops.replay.replay import remember
 from bagu.ops.tuning.missing import Missing
 from bagu.ops.tuning.source import source_hash
 from bagu.ops.tuning.store import Kind, Options, Shapes, Winner, shipped_store, user_store, winners

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from bagu.ops.launcher import Launcher
-from bagu.ops.plan import Plan, Results
-from bagu.ops.record import recorded
+from bagu.ops.replay.launcher import Launcher
+from bagu.ops.replay.plan import Plan, Results
+from bagu.ops.replay.record import recorded
 
 __all__ = ["Host", "Repeated", "Replayed", "kind_of", "remember"]
 

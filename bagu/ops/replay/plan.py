@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagu.ops.launcher import Direct, Launcher, Scratch
+from bagu.ops.replay.launcher import Direct, Launcher, Scratch
 
 __all__ = ["Allocation", "Made", "Operand", "Plan", "Pointer", "Product", "Results", "Step"]
 

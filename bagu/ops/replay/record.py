@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bagu.ops.launcher import Launch, Launcher, is_constant, noted_launches
-from bagu.ops.plan import Made, Operand, Plan, Pointer, Product, Results, Step
+from bagu.ops.replay.launcher import Launch, Launcher, is_constant, noted_launches
+from bagu.ops.replay.plan import Made, Operand, Plan, Pointer, Product, Results, Step
 
 __all__ = ["recorded"]
 
