@@ -19,8 +19,8 @@ import torch
 
 from bagu.errors import BackendError, NotOffered, UnknownName
 from bagu.machine.device import cxx_compiler
+from bagu.ops.call.dispatch import call
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.dispatch import call
 
 __all__ = ["Implementation", "chosen_backends", "implementations", "is_absent", "label"]
 

@@ -20,8 +20,8 @@ from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.model import Transformer
+from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
-from bagu.ops.dispatch import call
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling

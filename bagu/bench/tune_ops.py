@@ -26,8 +26,8 @@ from bagu.errors import BackendError, BaguError
 from bagu.machine.device import driver_version, gpu
 from bagu.machine.environment import triton_version
 from bagu.machine.timing import Timing, flush_buffer, repeated_measure
+from bagu.ops.call.node import paired
 from bagu.ops.contract.core import Case, check
-from bagu.ops.node import paired
 from bagu.ops.tuning.lookup import device_name, kind_of_call, reload
 from bagu.ops.tuning.store import Kind, Measurement, Store, Winner, shipped_store, user_store, winners
 

@@ -11,10 +11,10 @@ import torch
 
 from bagu.bench.sizing import bench_inputs, forward_bytes, parse_size, resize
 from bagu.errors import ArgumentError, UnknownName
+from bagu.ops.call.link import received, selective
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec
 from bagu.ops.contract.signature import Dims, sizes
-from bagu.ops.link import received, selective
 from bagu.ops.tuning.lookup import kind_of_call
 from bagu.ops.tuning.store import Kind
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bagu.nn.model import Transformer
+from bagu.ops.call.recording import Call, Recorder, storage_id
 from bagu.ops.contract.signature import sizes
-from bagu.ops.recording import Call, Recorder, storage_id
 
 Kind = Literal["linear", "attention", "other"]
 KINDS: dict[str, Kind] = {

@@ -11,10 +11,10 @@
 from bagu.ops.add_rms_norm import add_rms_norm
 from bagu.ops.attention import attention
 from bagu.ops.batch_norm import batch_norm
+from bagu.ops.call.dispatch import use
 from bagu.ops.conv2d import conv1d, conv2d
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
-from bagu.ops.dispatch import use
 from bagu.ops.encoder_layer import encoder_layer
 from bagu.ops.fp8_matmul import fp8_matmul
 from bagu.ops.geglu import geglu

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.eager import constant
+from bagu.ops.call.eager import constant
 
 __all__ = [
     "aligned", "as_rows", "channels_last", "empty_like", "few_rows", "fp32_pair", "interpreted_sms", "is_hopper",

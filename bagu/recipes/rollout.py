@@ -16,7 +16,7 @@ import torch
 from bagu.data.chat import ChatEncoder
 from bagu.nn.evaluating import evaluating
 from bagu.nn.model import Transformer
-from bagu.ops.eager import force_eager
+from bagu.ops.call.eager import force_eager
 from bagu.recipes.generation import read_generation
 from bagu.recipes.inputs import Inputs
 from bagu.recipes.rewards import load_reward

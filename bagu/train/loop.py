@@ -19,7 +19,7 @@ from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
 from bagu.nn.evaluating import evaluating
 from bagu.nn.model import Transformer
-from bagu.ops.eager import force_eager
+from bagu.ops.call.eager import force_eager
 from bagu.parallel.collectives import from_rank_0
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.pipeline import Action

@@ -15,7 +15,7 @@ from bagu.nn.init import init_weights
 from bagu.nn.kv import DenseKV
 from bagu.nn.model import Transformer
 from bagu.nn.position_choices import Learned
-from bagu.ops import dispatch
+from bagu.ops.call import dispatch
 
 LLAMA = ModelConfig(
     vocab_size=101, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24, intermediate_size=96,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bagu.ops.call.node import paired
 from bagu.ops.contract.core import Case, OpSpec, Streams
-from bagu.ops.node import paired
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

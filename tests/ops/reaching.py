@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from bagu.ops.call.node import paired
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract import core
 from bagu.ops.contract.core import OpSpec, Streams, _placed, _run
 from bagu.ops.contract.layouts import lay_out
-from bagu.ops.node import paired
 from bagu.ops.replay.launcher import Launch, noted_launches
 from tests.ops import sources
 from tests.ops.branches import kernels_switched_off

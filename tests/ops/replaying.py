@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from bagu.ops.call.node import Node
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, Streams
 from bagu.ops.contract.layouts import lay_out
-from bagu.ops.node import Node
 from bagu.ops.replay.launcher import Direct, Launch, Launcher, cuda_launcher
 from bagu.ops.replay.plan import Plan
 from tests.ops.points import DEVICE

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from bagu.errors import BackendError
-from bagu.ops import attention, dispatch
+from bagu.ops import attention
 from bagu.ops.attention import cuda
 from bagu.ops.attention.spec import SPEC
+from bagu.ops.call import dispatch
 from tests.ops.points import DEVICE
 from tests.ops.test_attention import draw, offsets, terms
 

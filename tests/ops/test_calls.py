@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagu.ops
 from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
-from bagu.ops import dispatch
+from bagu.ops.call import dispatch
+from bagu.ops.call.dispatch import call
+from bagu.ops.call.eager import constant
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.contract.core import OpSpec, Streams, nan_filled_memory
-from bagu.ops.dispatch import call
-from bagu.ops.eager import constant
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from bagu.errors import ConformanceError
+from bagu.ops.call.dispatch import call, load_op
+from bagu.ops.call.node import paired
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import OpSpec, Streams, check
 from bagu.ops.contract.layouts import lay_out
-from bagu.ops.dispatch import call, load_op
-from bagu.ops.node import paired
 from tests.ops.points import DEVICE, GPU, Point, looked_through, other_points, points, tunings
 from tests.ops.reaching import launched
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bagu.ops import (
     attention,
-    eager,
     geglu,
     grouped_matmul,
     layer_norm,
@@ -23,6 +22,7 @@ from bagu.ops import (
     rope_tables,
     swiglu,
 )
+from bagu.ops.call import eager
 from bagu.ops.linear_cross_entropy import cpu_gemm
 
 TABLES = rope_tables(5, 4)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from bagu import ops
 from bagu.errors import BackendError
+from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, check
-from bagu.ops.dispatch import call
 from bagu.ops.invariant.mode import ROW_BY_ROW, active
 from tests.ops.points import eight_bits
 

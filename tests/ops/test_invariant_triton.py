@@ -15,9 +15,9 @@ import torch
 
 from bagu import ops
 from bagu.errors import BackendError
+from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, check
-from bagu.ops.dispatch import call
 from bagu.ops.invariant.mode import ELEMENTWISE_ON_GPU, ROW_BY_ROW
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 

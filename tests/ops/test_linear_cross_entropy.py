@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.call.dispatch import call, load_op
 from bagu.ops.cross_entropy import cross_entropy
-from bagu.ops.dispatch import call, load_op
 from bagu.ops.linear_cross_entropy import chunked, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy.chunked import chunks
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss

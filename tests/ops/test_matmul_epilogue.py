@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.ops.activations import ACTIVATIONS, activate, activation_backward
+from bagu.ops.call.dispatch import automatic_backend
 from bagu.ops.catalogue import spec
 from bagu.ops.contract.core import Streams
-from bagu.ops.dispatch import automatic_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALES = {"matmul": ("row_scale", "column_scale"), "fp8_matmul": ("x_scale", "w_scale")}

@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract import core
 from bagu.ops.contract.core import Streams
-from bagu.ops.dispatch import call
 
 EPS = torch.finfo(torch.float32).eps
 

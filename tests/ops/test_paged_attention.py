@@ -15,9 +15,9 @@ from bagu import ops
 from bagu.errors import ArgumentError, ConformanceError
 from bagu.machine import native
 from bagu.ops.attention.shape import Shape
+from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, check
-from bagu.ops.dispatch import call
 from bagu.ops.paged_attention import dense
 from bagu.ops.paged_attention.pages import Pages
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bagu import ops
+from bagu.ops.call.dispatch import call
+from bagu.ops.call.recording import Recorder, active, storage_id
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import OpSpec, Streams
-from bagu.ops.dispatch import call
-from bagu.ops.recording import Recorder, active, storage_id
 
 
 def drawn(spec: OpSpec, dtype: torch.dtype) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bagu.ops import eager
+from bagu.ops.call import eager
+from bagu.ops.call.node import Node
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.node import Node
 from bagu.ops.replay.launcher import noted_launches
 from bagu.ops.replay.plan import source
 from tests.ops.points import DEVICE, Point, points

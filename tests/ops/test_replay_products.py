@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from bagu.ops.call.node import Node
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case
-from bagu.ops.node import Node
 from bagu.ops.replay.plan import Results, source
 from bagu.ops.replay.replay import Replayed
 from tests.ops.points import DEVICE

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagu.ops
 from bagu.errors import ArgumentError
-from bagu.ops import scope
+from bagu.ops.call import scope
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

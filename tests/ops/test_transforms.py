@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import bagu.ops
 from bagu.errors import BackendError
+from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, Streams
-from bagu.ops.dispatch import call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = [pytest.param(s, id=s.name) for s in SPECS.values()]

@@ -9,7 +9,7 @@ import torch
 
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
-from bagu.ops.recording import Recorder
+from bagu.ops.call.recording import Recorder
 from bagu.serve.kv.paged import Batch, PagedKV
 
 LAYER = [

@@ -21,7 +21,7 @@ from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.plot import COLOURS
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.presets import preset
-from bagu.ops.recording import storage_id
+from bagu.ops.call.recording import storage_id
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
 from bagu.parallel.planner.memory import memory
 from bagu.parallel.planner.model_cost import model_cost

@@ -12,8 +12,8 @@ from torch import nn
 from bagu import ops
 from bagu.nn.drop_in.attention import MultiheadAttention
 from bagu.nn.drop_in.layers import LayerNorm, Linear, supported
-from bagu.ops.dispatch import calls_torch
-from bagu.ops.eager import autocasting
+from bagu.ops.call.dispatch import calls_torch
+from bagu.ops.call.eager import autocasting
 from bagu.ops.launch import few_rows
 
 INSIDE: dict[str, type[nn.Module]] = {

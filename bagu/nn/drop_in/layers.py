@@ -19,8 +19,8 @@ from torch import nn
 
 from bagu import ops
 from bagu.ops.activations import activate
-from bagu.ops.dispatch import calls_torch
-from bagu.ops.eager import autocasting
+from bagu.ops.call.dispatch import calls_torch
+from bagu.ops.call.eager import autocasting
 
 Embedding = nn.Embedding  # a gather at the bandwidth of a copy already: no kernel of bagu's would be faster
 

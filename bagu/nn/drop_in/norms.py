@@ -10,7 +10,7 @@ from torch import nn
 
 from bagu import ops
 from bagu.nn.drop_in.layers import supported
-from bagu.ops.eager import autocasting
+from bagu.ops.call.eager import autocasting
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.add_rms_norm.spec import SPEC
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 
 
 def add_rms_norm(

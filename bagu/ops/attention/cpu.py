@@ -23,10 +23,10 @@ import torch
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape, add_sinks
+from bagu.ops.call.custom import needs_custom_op
+from bagu.ops.call.eager import once_differentiable, without_autocast
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_offsets
-from bagu.ops.custom import needs_custom_op
-from bagu.ops.eager import once_differentiable, without_autocast
 from bagu.ops.invariant import invariant_rows
 
 __all__ = ["Tiled", "equal", "ragged", "ragged_backward"]

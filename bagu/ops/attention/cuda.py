@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.attention.shape import Shape
-from bagu.ops.eager import constant
+from bagu.ops.call.eager import constant
 
 __all__ = ["equal", "fits", "hopper", "on_16_bytes", "packed", "prefers_equal"]
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.attention.shape import side_by_side
+from bagu.ops.call.eager import constant
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.eager import constant
 
 __all__ = ["LSE_ULPS", "backward", "forward", "widens"]
 

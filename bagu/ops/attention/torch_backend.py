@@ -11,9 +11,9 @@ from enum import Enum, auto
 
 import torch
 
-from bagu.ops import eager
 from bagu.ops.attention import cpu, cuda, dense
 from bagu.ops.attention.shape import Shape, segment_of
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_offsets
 

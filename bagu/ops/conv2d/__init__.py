@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.ops.call.dispatch import call
 from bagu.ops.conv2d.spec import SPEC
-from bagu.ops.dispatch import call
 from bagu.ops.transpose import transpose
 
 __all__ = ["Size", "arguments", "conv1d", "conv2d"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.call.dispatch import call
 from bagu.ops.cross_entropy.spec import SPEC
-from bagu.ops.dispatch import call
 
 
 def cross_entropy(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.call.dispatch import call
 from bagu.ops.dequantize_int8.spec import SPEC
-from bagu.ops.dispatch import call
 
 
 def dequantize_int8(

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS
+from bagu.ops.call.many_rows import many_rows
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.encoder_layer import torch_backend
 from bagu.ops.encoder_layer.parts import GRADS
-from bagu.ops.many_rows import many_rows
 from bagu.ops.mlp import spec as mlp
 from bagu.ops.self_attention import spec as self_attention
 

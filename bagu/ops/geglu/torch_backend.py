@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.gated import begin_backward, halves, join
 from bagu.ops.invariant.mode import times_sigmoid

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.geglu.torch_backend import step, twice
 from bagu.ops.invariant.mode import times_sigmoid

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from bagu.ops import eager
-from bagu.ops.custom import needs_custom_op
+from bagu.ops.call import eager
+from bagu.ops.call.custom import needs_custom_op
 from bagu.ops.matmul.torch_backend import invariant_rows_of, widens
 
 

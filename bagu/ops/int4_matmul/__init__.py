@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.int4_matmul.layout import Int4, dequantize_int4, quantize_int4
 from bagu.ops.int4_matmul.spec import SPEC
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.call.dispatch import call
 from bagu.ops.conv2d import Size, arguments
-from bagu.ops.dispatch import call
 from bagu.ops.int8_conv2d.spec import SPEC
 
 __all__ = ["int8_conv2d"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from bagu.ops import scope
+from bagu.ops.call import scope
+from bagu.ops.call.dispatch import call
 from bagu.ops.dequantize_int8 import dequantize_int8
-from bagu.ops.dispatch import call
 from bagu.ops.int8_matmul.spec import SPEC
 from bagu.ops.quantize_int8 import quantize_int8
 

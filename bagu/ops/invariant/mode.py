@@ -36,9 +36,9 @@ from typing import Any
 import torch
 
 from bagu.errors import BackendError
-from bagu.ops import scope
+from bagu.ops.call import scope
+from bagu.ops.call.eager import constant
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.eager import constant
 
 __all__ = [
     "ROW_BY_ROW",

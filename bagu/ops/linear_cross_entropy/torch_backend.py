@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.invariant import invariant_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.linear_cross_entropy_loss.spec import SPEC
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.linear_cross_entropy.chunked import EVERY
 from bagu.ops.linear_cross_entropy.torch_backend import INVARIANT, KERNELS, whole
 from bagu.ops.linear_cross_entropy_loss import one_pass

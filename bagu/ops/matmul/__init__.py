@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.fp8_matmul import fp8_matmul
 from bagu.ops.matmul.spec import SPEC
 

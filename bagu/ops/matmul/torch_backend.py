@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from bagu.machine.device import onednn_has_bf16
 from bagu.ops.activations import activate, activation_backward
+from bagu.ops.call.eager import constant, without_autocast
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.eager import constant, without_autocast
 from bagu.ops.invariant import invariant_rows
 from bagu.ops.invariant.mode import in_blocks, times_sigmoid
 

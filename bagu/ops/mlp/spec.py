@@ -17,9 +17,9 @@ import torch
 
 from bagu.errors import UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
+from bagu.ops.call.many_rows import many_rows
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.many_rows import many_rows
 from bagu.ops.mlp import torch_backend
 
 

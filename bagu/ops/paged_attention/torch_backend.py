@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from bagu.ops import eager
 from bagu.ops.attention import tiles
 from bagu.ops.attention.cuda import fits
 from bagu.ops.attention.shape import Shape, add_sinks
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.invariant import invariant_rows
 from bagu.ops.paged_attention import cpu, cuda, dense

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.quantize_fp8_matrix.spec import SPEC
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 
 
 def formula(x: torch.Tensor) -> tuple[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.invariant import invariant_rows
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_range
 from bagu.ops.invariant import invariant_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.sample.spec import SPEC
 
 MOST_ROWS = 65_535  # of a launch: the second dim of a CUDA grid

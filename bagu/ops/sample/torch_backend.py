@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagu.ops import eager
+from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 
 __all__ = ["argmax", "forward", "invariant_forward"]

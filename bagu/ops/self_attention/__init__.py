@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.self_attention.spec import SPEC
 
 

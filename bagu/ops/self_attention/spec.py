@@ -17,9 +17,9 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.attention.block_sizes import WIDEST
+from bagu.ops.call.many_rows import many_rows
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.many_rows import many_rows
 from bagu.ops.self_attention import torch_backend
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.dispatch import call
+from bagu.ops.call.dispatch import call
 from bagu.ops.softmax.spec import SPEC
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagu.ops.recording import Call, storage_id
+from bagu.ops.call.recording import Call, storage_id
 
 __all__ = ["Dataflow", "Mismatch"]
 

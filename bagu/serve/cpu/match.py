@@ -1,6 +1,6 @@
 """Checks whether step.cpp computes a model's decode step, by matching the recorded forward against that computation.
 
-A forward of one new token per sequence is recorded on meta tensors (bagu.ops.recording) and followed from the hidden
+A forward of one new token per sequence is recorded on meta tensors (ops.call.recording) and followed from the hidden
 states back to the embedding. In every layer step.cpp computes
 
     h = rms_norm(x + delta)     q, k, v = h Wqkv     q, k = rope(rms_norm(q)), rope(rms_norm(k))     kv_write(k, v)
@@ -24,7 +24,7 @@ import torch
 
 from bagu.errors import BaguError
 from bagu.nn.model import Transformer
-from bagu.ops.recording import Call, Recorder, storage_id
+from bagu.ops.call.recording import Call, Recorder, storage_id
 from bagu.serve.cpu.dataflow import Dataflow, Mismatch
 from bagu.serve.kv.paged import Batch, PagedKV
 

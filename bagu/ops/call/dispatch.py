@@ -23,13 +23,13 @@ from torch.compiler import is_dynamo_compiling
 
 from bagu.errors import ArgumentError, BackendError, UnknownName
 from bagu.machine.device import triton_interprets
-from bagu.ops import recording, scope
+from bagu.ops.call import recording, scope
+from bagu.ops.call.custom import listed, needs_custom_op, register
+from bagu.ops.call.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
+from bagu.ops.call.node import Node
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.contract.values import debugging
-from bagu.ops.custom import listed, needs_custom_op, register
-from bagu.ops.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
 from bagu.ops.invariant.mode import backend_of, forward_of
-from bagu.ops.node import Node
 from bagu.ops.replay.launcher import available_launcher
 from bagu.ops.replay.replay import kind_of, remember
 from bagu.ops.tuning.lookup import tuned

@@ -1,7 +1,7 @@
 """A backend's forward and backward as one autograd node, for calls that are neither traced nor intercepted.
 
 Eager training runs this hundreds of times per step, so the path from the call to the launch is short: launches are
-replayed (replay.py), and the arguments of the backward are found by index (link.py).
+replayed (replay/), and the arguments of the backward are found by index (link.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from bagu.ops.call.eager import autocasting, once_differentiable, saved_tensor_hooks
+from bagu.ops.call.link import Backward, Forward, Link, received, selective
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.eager import autocasting, once_differentiable, saved_tensor_hooks
-from bagu.ops.link import Backward, Forward, Link, received, selective
 from bagu.ops.replay.launcher import Launcher
 from bagu.ops.replay.plan import Results
 from bagu.ops.replay.replay import Host, Repeated, Replayed, kind_of, remember

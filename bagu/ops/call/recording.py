@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bagu.ops.call.link import Link
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.contract.signature import Dims
-from bagu.ops.link import Link
 
 __all__ = ["Call", "Recorder", "active", "storage_id"]
 
@@ -43,7 +43,7 @@ class Call:
     operator: torch._ops.OpOverload | None = None  # for an ATen operator
 
 
-_current: ContextVar[Recorder | None] = ContextVar("bagu.ops.recording", default=None)
+_current: ContextVar[Recorder | None] = ContextVar("bagu.ops.call.recording", default=None)
 
 
 def active() -> Recorder | None:

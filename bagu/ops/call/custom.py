@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from bagu.ops.call.eager import traced
+from bagu.ops.call.link import Backward, Forward, Link, received, selective
+from bagu.ops.call.node import backward_host, forward_host
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.eager import traced
 from bagu.ops.launch import empty_like
-from bagu.ops.link import Backward, Forward, Link, received, selective
-from bagu.ops.node import backward_host, forward_host
 
 __all__ = ["listed", "needs_custom_op", "register"]
 

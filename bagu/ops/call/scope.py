@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.errors import BackendError
-from bagu.ops.eager import constant, saved_tensor_hooks
+from bagu.ops.call.eager import constant, saved_tensor_hooks
 
 __all__ = ["Choice", "chosen", "current", "enter", "keep_for_recompute", "leave", "opened"]
 
@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
 
 
 NOTHING = Choice()
-_stack: ContextVar[tuple[_Entry, ...]] = ContextVar("bagu.ops.scope", default=())
+_stack: ContextVar[tuple[_Entry, ...]] = ContextVar("bagu.ops.call.scope", default=())
 opened = _stack.get  # the choices around the current eager call, the innermost last
 
 # The globals that compiled code reads and guards on, and the open choices they come from, the newest last.
