@@ -24,7 +24,7 @@ from bagu.bench.sizing import bench_inputs, first_tensor
 from bagu.bench.units import duration, si
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.contract.core import Case, OpSpec
-from bagu.ops.offline import Launch, compile_launch, disassemble, launches, specialization
+from bagu.ops.inspect.offline import Launch, compile_launch, disassemble, launches, specialization
 
 __all__ = ["Compiled", "inspect_launch", "parse_tuning", "show_difference", "show_kernels", "view"]
 

@@ -20,7 +20,7 @@ from bagu.bench.tune_steps import Key, Target
 from bagu.machine.device import this_machine
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case
-from bagu.ops.offline import compile_launch, launches
+from bagu.ops.inspect.offline import compile_launch, launches
 
 START = "spawn"  # not fork: the parent has a CUDA context and threads
 

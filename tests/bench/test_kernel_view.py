@@ -38,9 +38,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from bagu.bench import tune_compile
 from bagu.cli import main
-from bagu.ops import gate
+from bagu.ops.inspect import gate
 from bagu.ops.catalogue import spec
-from bagu.ops.offline import launches
+from bagu.ops.inspect.offline import launches
 
 def run(command, *argv):
     out, err = io.StringIO(), io.StringIO()

@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 
 from bagu.ops.catalogue import SPECS
-from bagu.ops.gate import Kernel, faults
+from bagu.ops.inspect.gate import Kernel, faults
 
 TRITON = [s.name for s in SPECS.values() if "triton" in s.backends]
 
 
 def compile_for_sm_90(ops: Sequence[str], *argv: str) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bagu.ops.gate", *argv, *ops]
+    command = [sys.executable, "-m", "bagu.ops.inspect.gate", *argv, *ops]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert {line.split()[0] for line in run.stdout.splitlines() if "128 bits wide" in line} == set(ops)
@@ -39,7 +39,7 @@ def test_kernels_of_every_bench_case_compile_cleanly_for_sm_90(op: str) -> None:
 CODES = """
 import re, torch
 from bagu.ops.catalogue import SPECS
-from bagu.ops.offline import compile_launch, disassemble, instructions, launches
+from bagu.ops.inspect.offline import compile_launch, disassemble, instructions, launches
 
 found = []
 for op in ("rms_norm", "matmul"):

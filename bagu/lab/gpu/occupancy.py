@@ -35,7 +35,7 @@ from bagu.lab.plot import COLOURS, INK
 from bagu.machine.device import this_machine, triton_interprets
 from bagu.ops.catalogue import spec
 from bagu.ops.contract.core import Case
-from bagu.ops.offline import launches
+from bagu.ops.inspect.offline import launches
 from bagu.ops.replay.launcher import Launch, noted_launches
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The compile gate: compiles every kernel of every Triton backend for an H200, without a GPU.
 
-`python -m bagu.ops.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records the launches,
-and compiles them for sm_90 with the ptxas that comes with Triton. A kernel fails if it spills registers (more than its
+`python -m bagu.ops.inspect.gate [--first N] [OP …]` runs each backend's bench cases on meta tensors, records the
+launches, and compiles them for sm_90 with the ptxas of Triton. A kernel fails if it spills registers (more than its
 spec allows), needs more shared memory than a block has, reads a large aligned tensor without 128-bit loads, or
 multiplies 16-bit or int8 matrices without wgmma. TRITON_INTERPRET must be off.
 """
@@ -19,7 +19,7 @@ import torch
 
 from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.contract.core import Case, OpSpec
-from bagu.ops.offline import Launch, compile_launch, instructions, launches, registers, specialization
+from bagu.ops.inspect.offline import Launch, compile_launch, instructions, launches, registers, specialization
 
 __all__ = ["Kernel", "faults", "kernels"]
 
@@ -127,7 +127,7 @@ def _multiplied_rows(fn: Any, asm: Mapping[str, str]) -> list[int]:
 
 def main(argv: Sequence[str]) -> int:
     """Print every kernel of these ops (default: all ops); exit with 1 if a kernel has a fault."""
-    parser = argparse.ArgumentParser(prog="python -m bagu.ops.gate", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bagu.ops.inspect.gate", description=main.__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--first", type=int, metavar="N", help="compile for the first N bench cases of each op")
     asked = parser.parse_args(argv)
