@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from bagu import ops
 from bagu.nn import drop_in
 from bagu.nn.drop_in import layers
-from bagu.ops import launch
 from bagu.ops.catalogue import SPECS
+from bagu.ops.kernels import launch
 from tests.nn.fp64 import assert_as_accurate, results
 
 torch.manual_seed(0)

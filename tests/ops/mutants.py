@@ -253,7 +253,7 @@ def replace_modules(changed: Mapping[str, str], backend: str, folder: Path) -> N
         parent, _, name = module.rpartition(".")
         if isinstance(getattr(sys.modules.get(parent), name, None), ModuleType):
             delattr(sys.modules[parent], name)
-    core.interpreted_sms = importlib.import_module("bagu.ops.launch").interpreted_sms
+    core.interpreted_sms = importlib.import_module("bagu.ops.kernels.launch").interpreted_sms
 
 
 class Verdict(NamedTuple):

@@ -12,7 +12,7 @@ from bagu import ops
 from bagu.nn.drop_in.layers import autocast, supported
 from bagu.ops.call.dispatch import calls_torch
 from bagu.ops.call.eager import autocasting
-from bagu.ops.launch import few_rows
+from bagu.ops.kernels.launch import few_rows
 
 
 class MultiheadAttention(nn.MultiheadAttention):

@@ -14,7 +14,7 @@ from bagu.nn.drop_in.attention import MultiheadAttention
 from bagu.nn.drop_in.layers import LayerNorm, Linear, supported
 from bagu.ops.call.dispatch import calls_torch
 from bagu.ops.call.eager import autocasting
-from bagu.ops.launch import few_rows
+from bagu.ops.kernels.launch import few_rows
 
 INSIDE: dict[str, type[nn.Module]] = {
     "self_attn": MultiheadAttention, "norm1": LayerNorm, "norm2": LayerNorm, "linear1": Linear, "linear2": Linear,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bagu.ops.launch import is_hopper, next_power_of_2
+from bagu.ops.kernels.launch import is_hopper, next_power_of_2
 
 __all__ = ["WIDEST", "Block", "Blocks", "blocks_for", "reads_by_tma", "width"]
 

@@ -24,7 +24,7 @@ from bagu.ops.attention.forward_kernel import forward_kernel
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.attention.work_list import list_tiles
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.launch import fp32_pair, triton_acc
+from bagu.ops.kernels.launch import fp32_pair, triton_acc
 from bagu.ops.paged_attention.triton_backend import attend_invariant
 from bagu.ops.replay.launcher import with_scratch_memory
 

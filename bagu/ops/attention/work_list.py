@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import next_power_of_2
+from bagu.ops.kernels.launch import next_power_of_2
 
 __all__ = ["list_tiles"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagu.ops.launch import next_power_of_2, num_sms
+from bagu.ops.kernels.launch import next_power_of_2, num_sms
 
 # Swept on an H200 at [100352, 256, 1] and [401408, 64, 1] in bf16, forward and backward: 135 to 141 us; with twice the
 # warps and programs and without prefetching 145 to 155.

@@ -28,8 +28,8 @@ import triton.language as tl
 
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.kernels.launch import channels_last, empty_like, triton_acc
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import channels_last, empty_like, triton_acc
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 TUNABLE = {  # the tests run every combination

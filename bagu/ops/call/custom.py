@@ -17,7 +17,7 @@ from bagu.ops.call.eager import traced
 from bagu.ops.call.link import Backward, Forward, Link, received, selective
 from bagu.ops.call.node import backward_host, forward_host
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.launch import empty_like
+from bagu.ops.kernels.launch import empty_like
 
 __all__ = ["listed", "needs_custom_op", "register"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bagu.ops.contract.core import Rule
-from bagu.ops.launch import few_rows
+from bagu.ops.kernels.launch import few_rows
 
 __all__ = ["many_rows"]
 

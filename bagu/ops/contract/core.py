@@ -21,7 +21,7 @@ import torch
 from bagu.errors import ArgumentError, ConformanceError, UnknownName
 from bagu.ops.contract.layouts import lay_out, raw_bytes
 from bagu.ops.contract.signature import Dims, Signature, accumulator
-from bagu.ops.launch import empty_like, interpreted_sms
+from bagu.ops.kernels.launch import empty_like, interpreted_sms
 
 __all__ = ["Case", "Cost", "OpSpec", "Rule", "Streams", "check"]
 

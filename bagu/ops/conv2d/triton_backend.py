@@ -17,7 +17,7 @@ from bagu.ops.conv2d.hopper_kernel import hopper_kernel
 from bagu.ops.conv2d.pointer_kernel import pointer_kernel
 from bagu.ops.conv2d.tiles import Box, Steps, box_of, boxes
 from bagu.ops.conv2d.torch_backend import Gradients, channels_first, gradients
-from bagu.ops.launch import is_hopper, next_power_of_2, num_sms, triton_acc
+from bagu.ops.kernels.launch import is_hopper, next_power_of_2, num_sms, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 from bagu.ops.transpose import triton_backend as transposition
 

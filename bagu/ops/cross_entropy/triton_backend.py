@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 
 __all__ = ["TUNABLE", "backward", "forward", "invariant_forward", "reduce_rows"]
 

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import as_rows, next_power_of_2
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import as_rows, next_power_of_2
 
 FLAT = 512  # shorter rows are cut into tiles
 TUNABLE = {"forward": {"block": (512, 4096), "num_warps": (4, 8)}}  # the tests run every combination

@@ -22,7 +22,7 @@ from bagu.ops.contract.core import Case, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.fp8_matmul import torch_backend
 from bagu.ops.int8_matmul.spec import BIG, check_scales, cost
-from bagu.ops.launch import is_hopper
+from bagu.ops.kernels.launch import is_hopper
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = ("bfloat16", "float16")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from bagu.ops.activations import activate
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.launch import is_hopper
+from bagu.ops.kernels.launch import is_hopper
 
 
 def takes_scaled_mm(x: torch.Tensor, w: torch.Tensor, dtype: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from bagu.ops.int8_matmul.triton_backend import Tile, by_tma, byte_product
-from bagu.ops.launch import as_rows
+from bagu.ops.kernels.launch import as_rows
 
 __all__ = ["forward"]
 

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, rsqrt
-from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 
 __all__ = ["run_backward", "run_forward"]
 

@@ -22,8 +22,8 @@ from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, st
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.group_norm.flat_kernels import run_backward, run_forward
 from bagu.ops.kernels.column_sum import column_sum, column_sums
+from bagu.ops.kernels.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, rsqrt
-from bagu.ops.launch import next_power_of_2, num_sms, triton_acc
 
 MAX_TILE = 16384  # values of a row, rounded up to a tile, kept in registers
 SHORT = 4096  # up to this length a row is too short to be worth splitting

@@ -21,7 +21,7 @@ import triton
 
 from bagu.ops.grouped_matmul import torch_backend
 from bagu.ops.grouped_matmul.grouped_kernels import rows_kernel, weights_kernel
-from bagu.ops.launch import as_rows, is_hopper, next_power_of_2, num_sms, triton_acc
+from bagu.ops.kernels.launch import as_rows, is_hopper, next_power_of_2, num_sms, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 
 __all__ = ["backward", "forward", "invariant_forward"]

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.gumbel_softmax.wide_kernels import noisy, wide_backward, wide_forward
+from bagu.ops.kernels.launch import as_rows, fp32_pair, split_row, triton_acc
 from bagu.ops.kernels.rows import columns, load_row, masks, max_row, multiply, row_ids, store_row, sum_row
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import as_rows, fp32_pair, split_row, triton_acc
 
 MAX_BLOCK = 8192  # columns kept in registers: 16 values and their noise per thread; a tail has up to half as many more
 TUNABLE = {  # the tests run every combination

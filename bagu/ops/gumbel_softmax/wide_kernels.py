@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import num_sms
+from bagu.ops.kernels.launch import num_sms
 
 __all__ = ["noisy", "wide_backward", "wide_forward"]
 

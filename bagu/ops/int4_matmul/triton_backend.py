@@ -13,7 +13,7 @@ import triton
 
 from bagu.ops.int4_matmul.int4_kernels import add_parts_kernel, int4_kernel
 from bagu.ops.int4_matmul.layout import GROUP
-from bagu.ops.launch import as_rows, num_sms, starts_early, triton_acc
+from bagu.ops.kernels.launch import as_rows, num_sms, starts_early, triton_acc
 
 __all__ = ["TUNABLE", "forward"]
 

@@ -19,7 +19,7 @@ from bagu.ops.contract.signature import accumulator
 from bagu.ops.int8_attention.attend_kernel import attend_kernel
 from bagu.ops.int8_attention.key_kernels import quantize_kernel, sum_kernel
 from bagu.ops.int8_attention.torch_backend import GROUP
-from bagu.ops.launch import fp32_pair, is_hopper, next_power_of_2, triton_acc
+from bagu.ops.kernels.launch import fp32_pair, is_hopper, next_power_of_2, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 
 __all__ = ["forward"]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bagu.ops.kernels.gemm import gemm_kernel
-from bagu.ops.launch import as_rows, is_hopper, num_sms
+from bagu.ops.kernels.launch import as_rows, is_hopper, num_sms
 from bagu.ops.replay.launcher import with_scratch_memory
 
 __all__ = ["Tile", "by_tma", "byte_product", "forward"]

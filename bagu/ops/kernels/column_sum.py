@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import triton_acc
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import triton_acc
 
 __all__ = ["column_sum", "column_sums"]
 

@@ -31,10 +31,10 @@ import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.column_sum import column_sum, column_sums
+from bagu.ops.kernels.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 from bagu.ops.kernels.rows import add, columns, load_row, masks, multiply, row_ids, store_row, sum_row
 from bagu.ops.kernels.scalars import int64, reciprocal, rsqrt
 from bagu.ops.kernels.wide_norms import wide_backward, wide_forward, wide_scale_backward
-from bagu.ops.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 
 __all__ = ["Tile", "forward_tile", "run_backward", "run_forward"]
 

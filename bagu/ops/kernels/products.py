@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.gated_kernels import step
+from bagu.ops.kernels.gated_kernels import step
 from bagu.ops.kernels.gemm import activated, gelu_and_slope_16, tile_of
-from bagu.ops.launch import triton_acc
+from bagu.ops.kernels.launch import triton_acc
 
 __all__ = ["Tile", "activated_gradient", "input_gradient", "linear", "weight_gradients"]
 

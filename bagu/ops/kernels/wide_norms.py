@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from bagu.ops.kernels.column_sum import column_sum
+from bagu.ops.kernels.launch import num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, reciprocal, rsqrt
-from bagu.ops.launch import num_sms, triton_acc
 
 __all__ = ["wide_backward", "wide_forward", "wide_scale_backward"]
 

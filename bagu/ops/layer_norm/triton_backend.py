@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.kernels.launch import next_power_of_2, num_sms, split_row
 from bagu.ops.kernels.norms import Tile, run_backward, run_forward
-from bagu.ops.launch import next_power_of_2, num_sms, split_row
 
 TUNABLE = {  # the tests run every combination
     "forward": {"block_m": (1, 2), "programs_per_sm": (None, 2), "num_warps": (4, 8)},

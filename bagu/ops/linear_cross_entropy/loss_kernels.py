@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import triton_acc
 from bagu.ops.kernels.scalars import reciprocal
-from bagu.ops.launch import triton_acc
 from bagu.ops.replay.launcher import available_launcher
 from bagu.ops.replay.plan import Results
 from bagu.ops.replay.replay import Replayed

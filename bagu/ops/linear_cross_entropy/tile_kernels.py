@@ -22,7 +22,7 @@ import triton.language as tl
 
 from bagu.ops.cross_entropy.triton_backend import exp
 from bagu.ops.kernels.gemm import tile_of
-from bagu.ops.launch import as_rows, num_sms
+from bagu.ops.kernels.launch import as_rows, num_sms
 from bagu.ops.linear_cross_entropy.loss_kernels import weighted_loss_host
 from bagu.ops.matmul.triton_backend import PERSISTENT, by_tma
 from bagu.ops.replay.launcher import available_launcher, with_scratch_memory

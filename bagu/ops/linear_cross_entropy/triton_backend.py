@@ -19,7 +19,7 @@ import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
-from bagu.ops.launch import next_power_of_2, triton_acc
+from bagu.ops.kernels.launch import next_power_of_2, triton_acc
 from bagu.ops.linear_cross_entropy import chunked, loss_kernels, tile_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
 from bagu.ops.matmul.triton_backend import Epilogue, product

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import num_sms, triton_acc
 from bagu.ops.linear_cross_entropy import tile_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY
 from bagu.ops.linear_cross_entropy.triton_backend import INVARIANT, KERNELS

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 
 __all__ = ["forward"]
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bagu.ops.launch import as_rows, next_power_of_2, num_sms, starts_early, triton_acc
+from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, starts_early, triton_acc
 
 __all__ = ["TUNABLE", "forward"]
 

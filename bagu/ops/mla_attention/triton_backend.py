@@ -14,7 +14,7 @@ import triton
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.launch import fp32_pair, is_hopper, next_power_of_2, num_sms, triton_acc
+from bagu.ops.kernels.launch import fp32_pair, is_hopper, next_power_of_2, num_sms, triton_acc
 from bagu.ops.mla_attention.mla_kernels import mla_kernel
 from bagu.ops.paged_attention.join import join
 from bagu.ops.paged_attention.triton_backend import LOG2E, Tile

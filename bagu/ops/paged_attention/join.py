@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.score_kernels import LN2
-from bagu.ops.launch import starts_early, triton_acc
+from bagu.ops.kernels.launch import starts_early, triton_acc
 
 __all__ = ["join"]
 

@@ -14,7 +14,7 @@ import triton
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.shape import side_by_side
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.launch import fp32_pair, next_power_of_2, num_sms, starts_early, triton_acc
+from bagu.ops.kernels.launch import fp32_pair, next_power_of_2, num_sms, starts_early, triton_acc
 from bagu.ops.paged_attention.join import join
 from bagu.ops.paged_attention.paged_kernels import paged_kernel
 from bagu.ops.paged_attention.pages import check_invariant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.launch import as_rows
+from bagu.ops.kernels.launch import as_rows
 from bagu.ops.quantize_int8.triton_backend import quantize_rows
 
 __all__ = ["forward"]

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.kernels.quantize import inverse_of, quantized, scale_of
-from bagu.ops.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.quantize_int8.triton_backend import tensor_top
 
 TUNABLE = {"forward": {"rows": (64, 128), "columns": (64, 128), "num_warps": (4, 8)}}  # the tests run every combination

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.rows import columns, load_row, masks, max_row, row_ids, store_row
 from bagu.ops.kernels.scalars import int64
 from bagu.ops.kv_write.quantize import LARGEST
-from bagu.ops.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
 
 MAX_COLUMNS = 32768  # per row kept in registers: 64 numbers per thread at 16 warps
 TUNABLE = {"forward": {"block": (None, 512, 8192), "num_warps": (4, 8)}}  # the tests run every combination

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import triton_acc
+from bagu.ops.kernels.launch import triton_acc
 
 TUNABLE = {  # the tests run every combination
     "forward": {"block": (256, 2048), "num_warps": (4, 8)},

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import next_power_of_2, triton_acc
+from bagu.ops.kernels.launch import next_power_of_2, triton_acc
 
 TUNABLE = {  # the tests run every combination
     "forward": {"block": (64, 2048), "num_warps": (2, 4)},

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from bagu.ops.attention.shape import side_by_side
+from bagu.ops.kernels.launch import next_power_of_2, triton_acc
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.scalars import rsqrt
 from bagu.ops.kv_write.quantize import LARGEST
-from bagu.ops.launch import next_power_of_2, triton_acc
 
 __all__ = ["forward"]
 

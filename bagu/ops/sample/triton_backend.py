@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import as_rows, next_power_of_2
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import as_rows, next_power_of_2
 from bagu.ops.sample.row_kernels import (
     GROUP,
     draw,

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import as_rows, fp32_pair, split_row, triton_acc
 from bagu.ops.kernels.rows import columns, load_row, masks, max_row, multiply, row_ids, select, store_row, sum_row
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import as_rows, fp32_pair, split_row, triton_acc
 from bagu.ops.softmax.wide_kernels import scores, wide_backward, wide_forward
 
 MAX_COLUMNS = 16384  # per row kept in registers; in fp64 the backward keeps half

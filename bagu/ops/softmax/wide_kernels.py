@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bagu.ops.launch import num_sms, triton_acc
+from bagu.ops.kernels.launch import num_sms, triton_acc
 
 __all__ = ["scores", "wide_backward", "wide_forward"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.gated_kernels import TUNABLE, run_backward, run_forward
+from bagu.ops.kernels.gated_kernels import TUNABLE, run_backward, run_forward
 
 __all__ = ["TUNABLE", "backward", "forward"]
 

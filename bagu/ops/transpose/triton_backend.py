@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.kernels.launch import next_power_of_2
 from bagu.ops.kernels.scalars import int64
-from bagu.ops.launch import next_power_of_2
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDE = {1: 128, 2: 128, 4: 64, 8: 32, 16: 32}  # of a transposed tile, by itemsize: runs of 128 bytes or more

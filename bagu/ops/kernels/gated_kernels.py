@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bagu.ops.gated import halves
-from bagu.ops.launch import as_rows, next_power_of_2, triton_acc
+from bagu.ops.kernels.launch import as_rows, next_power_of_2, triton_acc
 
 __all__ = ["TUNABLE", "run_backward", "run_forward", "step"]
 
