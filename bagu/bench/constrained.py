@@ -35,8 +35,6 @@ from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling, TokenEvent
 from bagu.types import Tokenizer
 
-__all__ = ["PEOPLE", "Pair", "main", "measure_pair"]
-
 CORPUS = 300  # files of the standard library
 WARM_UP = 3  # rounds: on a GPU a step of a new size captures a CUDA graph, which takes longer than many steps
 PEOPLE: dict[str, Any] = {  # strings, numbers, enums, nesting: about 40 tokens per person

@@ -36,8 +36,6 @@ from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step
 
-__all__ = ["main"]
-
 BETA = 0.1
 PEERS = {"transformers": False, "transformers-compile": True}  # name: compiled
 MICRO_BATCH = 16384  # tokens, at most

@@ -15,8 +15,6 @@ from bagu.errors import ArgumentError
 from bagu.machine.openmp import settings
 from bagu.nn.model import Transformer
 
-__all__ = ["EAGER", "check_eager", "eager_row"]
-
 EAGER = "eager"
 
 

@@ -33,8 +33,6 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.kv.pool import size_pool
 
-__all__ = ["SHAPES", "main"]
-
 PLAIN, BASE = "bagu without drafts", "bagu without adapters"
 LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
 SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on the values

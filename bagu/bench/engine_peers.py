@@ -20,8 +20,6 @@ from bagu.machine.openmp import settings
 from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for
 
-__all__ = ["PEERS", "scripted"]
-
 Run = Callable[[Workload], Measured]
 Implementation = Callable[[ModelConfig, torch.device, torch.dtype, int], AbstractContextManager[Run]]
 

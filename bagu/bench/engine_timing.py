@@ -25,8 +25,6 @@ from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
 
-__all__ = ["Case", "Measured", "measure_in_turn", "measure_streams", "measure_throughput"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:

@@ -41,8 +41,6 @@ from bagu.nn.presets import preset
 from bagu.recipes.eval_models import EngineModel, eval_engine
 from bagu.serve.request import Sampling
 
-__all__ = ["bar_words", "main"]
-
 MODULES = 60  # of the standard library, about 1 MB: the tokenizer is trained on them, and they are the texts
 VOCABULARY = 4096
 BAR = 0.8  # of prefill throughput

@@ -40,8 +40,6 @@ from bagu.train.rl.reward_function import Sample, Scored
 from bagu.train.rl.rollout import PackShape
 from bagu.train.state import TrainConfig
 
-__all__ = ["main"]
-
 PHASES = ("rollout_s", "reward_s", "prepare_s", "update_s", "step_s")
 MICRO_BATCH = 16384  # tokens, at most
 

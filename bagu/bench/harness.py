@@ -25,8 +25,6 @@ from bagu.machine.environment import environment
 from bagu.machine.timing import reset_device
 from bagu.runs.record import append_rows, record_file
 
-__all__ = ["RESULTS", "Rows", "StepTimes", "check_peers", "script_rates", "table", "time_steps"]
-
 RESULTS = Path("benchmarks/results")
 
 LONG_WORD = 24  # characters that a column of a table has room for; names of GPU kernels may be longer

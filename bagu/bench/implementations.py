@@ -22,8 +22,6 @@ from bagu.machine.device import cxx_compiler
 from bagu.ops.call.dispatch import call
 from bagu.ops.contract.core import OpSpec
 
-__all__ = ["Implementation", "chosen_backends", "implementations", "is_absent", "label"]
-
 LABELS = {
     "eager": "torch eager",
     "compile": "torch.compile",

@@ -26,8 +26,6 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.contract.core import Case, OpSpec
 from bagu.ops.inspect.offline import Launch, compile_launch, disassemble, launches, specialization
 
-__all__ = ["Compiled", "inspect_launch", "parse_tuning", "show_difference", "show_kernels", "view"]
-
 STAGES = ("ttir", "ttgir", "llir", "ptx")
 INSTRUCTIONS = {  # in SASS. A name has dots after it: HGMMA.64x128x16.F32.BF16
     "wgmma": r"\b[HIQ]GMMA\b",

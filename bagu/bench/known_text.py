@@ -21,8 +21,6 @@ from bagu.bench.workload import Workload
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
 
-__all__ = ["EDIT_EVERY", "Text", "counts_upwards", "known_workload"]
-
 Text = Literal["edit", "new"]
 EDIT_EVERY, TRIGRAM_EVERY = 24, 8
 

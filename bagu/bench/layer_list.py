@@ -12,8 +12,6 @@ from torch import nn
 from bagu import ops
 from bagu.nn import drop_in
 
-__all__ = ["LAYERS", "Layer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:

@@ -12,8 +12,6 @@ from bagu.runs.plot_style import write_plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
-
 COLOURS = {"bagu": "#d55e00", "eager": "#0072b2", "compile": "#009e73", "onnxruntime": "#cc79a7"}
 
 

@@ -35,8 +35,6 @@ from bagu.machine.device import named_device
 from bagu.machine.timing import Timing, flush_buffer, measure_in_turn, measure_rate
 from bagu.nn import drop_in
 
-__all__ = ["main"]
-
 PASSES = {"forward": False, "forward+backward": True}  # whether the layer is in training mode
 Run = Callable[[], object]
 

@@ -23,8 +23,6 @@ from bagu.machine.openmp import settings
 from bagu.nn.gguf_write import save_gguf
 from bagu.nn.model import Transformer
 
-__all__ = ["LLAMA_CPP", "check_llama_cpp", "llama_cpp_row"]
-
 LLAMA_CPP = "llama.cpp"
 TYPES = {"int8": "q8_0", "int4": "q4_0"}
 SCRIPT = Path(__file__).with_name("llama_cpp_run.py")

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from bagu.errors import UnknownName
 
-__all__ = ["ARCHITECTURES", "Multiprocessor", "Occupancy", "occupancy"]
-
 REGISTER_UNIT = 256  # per warp
 SYSTEM_SHARED = 1024  # bytes per block
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["onnx_runner", "why_no_onnx"]
-
 
 def why_no_onnx(device: torch.device) -> str | None:
     """Why ONNX Runtime cannot be timed on `device`; None if it can."""

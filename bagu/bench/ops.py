@@ -32,8 +32,6 @@ from bagu.ops import catalogue
 from bagu.ops.contract.core import OpSpec
 from bagu.runs.plain_progress import plain_progress
 
-__all__ = ["main"]
-
 HOST_BYTES = 1 << 18  # that a forward moves where the host is timed: microseconds of a GPU, so that it never waits
 RETRIES = 2  # a result above its ceiling is measured again, with the ceiling: usually the machine was busy
 

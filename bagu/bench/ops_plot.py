@@ -12,8 +12,6 @@ from bagu.runs.plot_style import INK, write_plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw"]
-
 # blues; peers use the other colours of Okabe and Ito's colour-blind-safe palette
 OURS = ("#0072b2", "#56b4e9")
 PEERS = ("#e69f00", "#d55e00", "#009e73", "#cc79a7")

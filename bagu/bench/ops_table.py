@@ -15,8 +15,6 @@ from bagu.bench.roofline import FAULT, PASSES
 from bagu.bench.units import duration, si
 from bagu.machine.ceilings import Ceilings
 
-__all__ = ["ceilings_line", "heading", "remarks", "row_label", "tables"]
-
 Row = Mapping[str, Any]
 
 COLUMNS = {"pass": 7, "by": 13, "median": 10, "spread": 6, "rate": 12, "of ceiling": 12, "vs best peer": 13}

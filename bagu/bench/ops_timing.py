@@ -25,8 +25,6 @@ from bagu.machine.device import gpu, this_machine
 from bagu.machine.timing import Timing, measure, measure_host
 from bagu.ops.contract.core import Case, Cost, OpSpec
 
-__all__ = ["Job", "Point", "Setting", "peak_bytes", "rows_of", "time_job"]
-
 MB = 1_000_000
 
 

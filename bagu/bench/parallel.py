@@ -35,8 +35,6 @@ from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step
 
-__all__ = ["main"]
-
 Times = Mapping[str, Sequence[float]]  # seconds of each round, by implementation
 ALONE, MESH = "without a mesh", "with a mesh"
 CPU = torch.device("cpu")

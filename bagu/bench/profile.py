@@ -23,8 +23,6 @@ from bagu.runs.record import ensure_folder
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Entry", "Profile", "advice", "profiled", "report"]
-
 WARMUP = 3
 SHORT_S = 5e-6  # a kernel below this takes less time than its launch
 COPIES = ("copy", "memcpy", "contiguous", "clone", "cat")

@@ -26,8 +26,6 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling
 
-__all__ = ["profile_op", "profile_serve", "profile_train"]
-
 
 def profile_op(name: str, out: Path, *, dtype: str | None, device: str | None, steps: int) -> None:
     """Profile the forward and backward of an op at its first benchmark case; `out` is the folder to write."""

@@ -18,8 +18,6 @@ from bagu.machine.ceilings import Ceilings
 from bagu.ops.contract.core import Cost, OpSpec
 from bagu.ops.contract.signature import Dims, sizes
 
-__all__ = ["FAULT", "PASSES", "Floor", "bandwidth", "costs", "floor", "higher", "is_fault"]
-
 FAULT = 1.03  # a result above its limit by this factor is a measurement fault
 PASSES = ("fwd", "bwd", "fwd+bwd")
 

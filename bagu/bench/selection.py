@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Selection", "select"]
-
 MIN_ROUNDS = 5
 MAX_ROUNDS = 40
 MIN_GAIN = 1.01  # a smaller gain is not worth another compiled kernel

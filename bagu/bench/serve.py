@@ -33,8 +33,6 @@ from bagu.bench.serve_show import show_load, show_sweep
 from bagu.errors import ArgumentError
 from bagu.runs.record import ensure_folder
 
-__all__ = ["main", "sweep_loads"]
-
 
 def main(
     server: AbstractContextManager[str],

@@ -23,8 +23,6 @@ from bagu.errors import BaguError
 from bagu.machine.cores import available_cores
 from bagu.serve.api_client import ApiClient, Refused
 
-__all__ = ["Answer", "Server", "answered", "drive"]
-
 Received = list[tuple[float, bytes]]
 
 

@@ -20,8 +20,6 @@ from bagu.bench.serve_load import Load, Target, run_load, same_prompts
 from bagu.errors import ArgumentError
 from bagu.eval import intervals
 
-__all__ = ["compare", "ratio"]
-
 FIELDS = {
     "output_throughput": "output tokens/s",
     "request_goodput": "goodput, requests/s",

@@ -32,8 +32,6 @@ from bagu.bench.serve_client import Answer
 from bagu.bench.units import parse_ms
 from bagu.errors import ArgumentError, UnknownName
 
-__all__ = ["METRICS", "Outliers", "keeps", "outliers", "parse_goodput", "samples", "summary"]
-
 METRICS = {
     "ttft": "time to first token",
     "tpot": "time per output token",

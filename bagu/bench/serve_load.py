@@ -24,8 +24,6 @@ from bagu.bench.workload import Lengths, Workload, arrivals, random_workload
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.api_client import Refused
 
-__all__ = ["Load", "Target", "connect", "fitting", "run_load", "same_prompts"]
-
 DEFAULT = Lengths(32, 128)  # tokens of a prompt, and of an output
 REQUESTS = 64
 CONCURRENCY = 8

@@ -13,8 +13,6 @@ from bagu.runs.plot_style import FAINT, write_plot
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "draw_sweep"]
-
 COLOURS = {"ttft": "#e69f00", "tpot": "#009e73", "itl": "#cc79a7", "e2el": "#0072b2"}
 
 

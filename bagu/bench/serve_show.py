@@ -14,8 +14,6 @@ from bagu.bench.serve_client import Answer
 from bagu.bench.serve_latency import METRICS
 from bagu.bench.serve_load import Load
 
-__all__ = ["show_load", "show_sweep"]
-
 Row = Mapping[str, Any]
 ENOUGH = 0.9  # the share of requests within the limits that a sweep asks for
 GAIN = 1.05  # a point that has less than this times the throughput of the one before is past saturation

@@ -31,8 +31,6 @@ from bagu.ops.contract.core import Case, OpSpec
 from bagu.ops.contract.signature import EXACT, KINDS, TensorArg
 from bagu.runs.record import read_rows
 
-__all__ = ["describe", "list_ops", "show_op", "show_op_kernels"]
-
 H200_BALANCE = kernel_view.H200_MATMUL / kernel_view.H200_COPY  # FLOP/byte at which an H200 becomes compute-bound
 
 

@@ -19,11 +19,6 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.contract.core import Case, OpSpec, Streams
 from bagu.ops.contract.signature import TensorArg
 
-__all__ = [
-    "DTYPES", "bench_inputs", "dtype_named", "first_tensor", "forward_bytes", "input_bytes", "parse_size", "resize",
-    "shape_label", "shrink",
-]  # fmt: skip
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 FEWEST_ROWS = 16  # an independent dim is not shrunk below this while another one can be shrunk
 

@@ -27,8 +27,6 @@ from typing import Any
 from bagu.bench.workload import Workload
 from bagu.errors import ArgumentError
 
-__all__ = ["Trace", "TracedRequest", "read_trace", "trace_workload"]
-
 BLOCK = 512  # prompt tokens per id in Mooncake's `hash_ids`
 
 

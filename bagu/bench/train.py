@@ -35,8 +35,6 @@ from bagu.train.prepare import prepared
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import step
 
-__all__ = ["main"]
-
 
 @contextmanager
 def bagu_step(

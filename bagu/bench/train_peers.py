@@ -12,8 +12,6 @@ from bagu.bench.train_shapes import Shape
 from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig, Rope
 
-__all__ = ["PEERS", "Implementation", "llama_config"]
-
 Implementation = Callable[[Shape, torch.device, torch.dtype], AbstractContextManager[Callable[[], float]]]
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from bagu.nn.config import ModelConfig
 from bagu.nn.presets import preset
 
-__all__ = ["SHAPES", "Shape"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:

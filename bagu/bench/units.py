@@ -7,8 +7,6 @@ import re
 
 from bagu.errors import ArgumentError
 
-__all__ = ["duration", "parse_ms", "parse_seconds", "si", "tera"]
-
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

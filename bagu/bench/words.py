@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 
-__all__ = ["WordTokenizer"]
-
 WORD = re.compile(rb"[ ]?[A-Za-z_]+|[ ]?[0-9]{1,3}|[ ]?[^A-Za-z_0-9\s]{1,4}|\s{1,8}")
 LETTERS = b"etaoinshrdlucmfwypvbgkjqxz"
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from bagu.errors import ArgumentError
 
-__all__ = ["TEMPERATURE", "Lengths", "Workload", "arrivals", "random_workload", "streams_workload"]
-
 HIGHEST_TOKEN, TEMPERATURE = 10_000, 0.6  # nano-vllm's values
 
 

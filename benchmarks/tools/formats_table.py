@@ -13,8 +13,6 @@ from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
 
-__all__ = ["render"]
-
 Row = Mapping[str, Any]
 SHAPE = "smollm_135m"
 # bits of a weight with its scales: in linear layers, and in the head. A scale of a row of 576 or more is not counted.

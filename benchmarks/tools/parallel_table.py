@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["render"]
-
 Row = Mapping[str, Any]
 HEAD = ("machine", "shape", "ranks", "independent, tokens/s", "data parallel, tokens/s", "ratio", "rounds")
 

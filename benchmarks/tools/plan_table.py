@@ -16,8 +16,6 @@ from bagu.nn.presets import preset
 from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.serving import batch_times
 
-__all__ = ["ComparedRun", "compared_runs", "render"]
-
 Row = Mapping[str, Any]
 HEAD = (
     "engine on one GPU", "requests", "tokens in, out", "output tokens/s", "predicted", "median step, ms", "predicted",

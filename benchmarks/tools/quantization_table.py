@@ -10,8 +10,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["LABS", "NOTHING", "render"]
-
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]  # a lab's result.json
 LABS = ("quantization_error", "int8_matmul")

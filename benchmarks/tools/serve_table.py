@@ -8,8 +8,6 @@ from typing import Any
 
 from bagu.bench.eager_peer import EAGER
 
-__all__ = ["WORDS", "render"]
-
 Row = Mapping[str, Any]
 WORDS = {
     "en": {

@@ -30,8 +30,6 @@ from benchmarks.tools import (
     tune_table,
 )
 
-__all__ = ["main", "render", "updated"]
-
 BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
 TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->"
 SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->"

@@ -7,8 +7,6 @@ from typing import Any
 
 from bagu.bench.units import tera
 
-__all__ = ["WORDS", "render"]
-
 Row = Mapping[str, Any]
 WORDS = {
     "en": {

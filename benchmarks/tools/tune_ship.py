@@ -16,8 +16,6 @@ from bagu.bench.tune_searches import summarized
 from bagu.errors import ArgumentError
 from bagu.ops.tuning.store import Store, shipped_store
 
-__all__ = ["main", "ship"]
-
 
 def ship(source: Store, target: Store, without: Sequence[str] = ()) -> int:
     """Write the summary of both stores to `target`; return the number of its records."""

@@ -8,8 +8,6 @@ from bagu.bench.tune_report import HEADS, sentences, steps_lines
 from bagu.bench.tune_searches import searches
 from bagu.ops.tuning.store import Record
 
-__all__ = ["NOTHING", "render"]
-
 NOTHING = "No store ships with the package yet."
 
 

@@ -28,8 +28,6 @@ from bagu.bench.tune.roofline import Roofline
 from bagu.bench.tune.simulate import Samples, Schedule, StepTime
 from bagu.bench.tune.space import SCHEDULING, Point
 
-__all__ = ["Fit", "Measured", "fit"]
-
 # Standard deviations of the logarithms.
 MACHINE = 1.0  # of a, b, c
 EFFECT = 0.5  # of a value

@@ -10,8 +10,6 @@ from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
 
-__all__ = ["roofline_of"]
-
 
 def roofline_of(config: ModelConfig) -> Roofline:
     """Takes about 2 s: the ceilings are measured."""

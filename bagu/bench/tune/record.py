@@ -17,8 +17,6 @@ from bagu.bench.tune.simulate import Samples
 from bagu.bench.tune.space import Point
 from bagu.runs.record import append_rows, read_rows
 
-__all__ = ["Recorded"]
-
 
 class Recorded:
     """Measures, and appends the result to the record; what is in the record is not measured again (`replayed`)."""

@@ -17,8 +17,6 @@ from typing import Any
 from bagu.bench.tune.simulate import StepTime
 from bagu.bench.tune.space import Point, Value
 
-__all__ = ["Roofline"]
-
 OVERHEAD_S = 1e-3  # planning, sampling and messages of a step in Python
 
 

@@ -28,8 +28,6 @@ from bagu.bench.tune.simulate import Samples, Schedule, StepTime
 from bagu.bench.tune.space import Point
 from bagu.errors import BaguError
 
-__all__ = ["Found", "Plan", "Trial", "search"]
-
 # The schedules of several loads with this number of requests and these times: the winner should not be the best for
 # one sample of requests.
 Plan = Callable[[Point, int, StepTime], Sequence[Schedule]]

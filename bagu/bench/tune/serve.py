@@ -36,8 +36,6 @@ from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
 from bagu.runs.record import ensure_folder
 
-__all__ = ["main", "options_of"]
-
 Start = Callable[..., AbstractContextManager[str]]  # (model, *options of bagu serve) -> the URL
 SEEDS, SPACING = 3, 1000  # samples of requests that a prediction averages, and the distance of their seeds
 DEFAULT_SEQS, CPU_TOKENS, GPU_TOKENS = 256, 2048, 16384  # what `bagu serve` takes without a setting

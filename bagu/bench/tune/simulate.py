@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Samples", "Schedule", "StepTime", "samples_of", "schedule", "simulate"]
-
 StepTime = Callable[[int, int, int], float]  # (decoded tokens, prompt tokens, tokens in the KV cache) -> seconds
 
 

@@ -7,8 +7,6 @@ from itertools import product
 
 from bagu.errors import ArgumentError, UnknownName
 
-__all__ = ["SCHEDULING", "SETTINGS", "Point", "Value", "default_space", "label", "parse_space", "points_of"]
-
 Value = int | str | bool | None
 Point = tuple[tuple[str, Value], ...]  # (option, value) pairs in the order of SETTINGS; None is the option's default
 
