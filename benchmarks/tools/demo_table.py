@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.tools.markdown import commit_words, markdown_table
+
 Row = Mapping[str, Any]
 WORDS = {
     "en": {
@@ -46,24 +48,20 @@ def render(rows: Sequence[Row], language: str) -> str:
         run.append(row)
     stages = list(dict.fromkeys(r["stage"] for run in latest.values() for r in run))
     machine, task, items, different = words["head"]
-    lines = [_line([machine, task, items, *stages, different]), _line(["---"] * 2 + ["--:"] * (len(stages) + 2))]
-    for name in sorted(latest, reverse=True):
-        lines += _block(latest[name], stages, words)
-    commits = sorted({str(run[0]["env"]["commit"])[:9] for run in latest.values()})
-    caption = words["caption"].format(commit=", ".join(f"`{c}`" for c in commits))
-    return f"{caption}\n\n" + "\n".join(lines)
+    lines = [line for name in sorted(latest, reverse=True) for line in _block(latest[name], stages, words)]
+    caption = words["caption"].format(commit=commit_words(run[0]["env"]["commit"] for run in latest.values()))
+    return f"{caption}\n\n" + markdown_table([machine, task, items, *stages, different], lines, names=2)
 
 
-def _block(run: Sequence[Row], stages: Sequence[str], words: Mapping[str, Any]) -> list[str]:
-    lines: list[str] = []
+def _block(run: Sequence[Row], stages: Sequence[str], words: Mapping[str, Any]) -> list[list[str]]:
+    lines: list[list[str]] = []
     for task in dict.fromkeys(r["task"] for r in run):
         by_stage = {r["stage"]: r for r in run if r["task"] == task}
         last = by_stage[next(s for s in reversed(stages) if s in by_stage)]
         cells = [_score(by_stage[s]) if s in by_stage else "–" for s in stages]
         different = "–" if last["different"] is None else f"{100 * last['different']:.0f} %"
-        lines.append(
-            _line(["" if lines else _machine(run[0], words), f"`{task}`", str(last["items"]), *cells, different])
-        )
+        machine = "" if lines else _machine(run[0], words)
+        lines.append([machine, f"`{task}`", str(last["items"]), *cells, different])
     return lines
 
 
@@ -81,7 +79,3 @@ def _machine(row: Row, words: Mapping[str, Any]) -> str:
             time=words["time"].format(minutes=minutes, seconds=seconds),
         )
     )  # fmt: skip
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

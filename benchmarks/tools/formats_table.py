@@ -12,6 +12,7 @@ from typing import Any
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
+from benchmarks.tools.markdown import markdown_table
 
 Row = Mapping[str, Any]
 SHAPE = "smollm_135m"
@@ -43,7 +44,7 @@ def _formats(quality: Sequence[Row]) -> str:
         score = "–" if row is None else f"{row['continue4_percent']:.1f} %"
         size = (linear * bits + head * head_bits) / 8e6
         lines.append((name, f"{bits:g}", f"{size:,.0f} MB", *([cost, score] if quality else [])))
-    return _table((*SIZE, *(QUALITY if quality else ())), 1, lines)
+    return markdown_table((*SIZE, *(QUALITY if quality else ())), lines, names=1)
 
 
 def _weights() -> tuple[int, int]:
@@ -76,11 +77,5 @@ def _speeds(rows: Sequence[Row]) -> str:
         ))  # fmt: skip
     if not lines:
         return NO_SPEED
-    return f"Tokens per second of one stream, `{SHAPE}`, bagu and llama.cpp in the same run:\n\n" + _table(
-        SPEED, 2, lines
-    )
-
-
-def _table(head: Sequence[str], names: int, lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] * names + ["--:"] * (len(head) - names)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+    caption = f"Tokens per second of one stream, `{SHAPE}`, bagu and llama.cpp in the same run:"
+    return f"{caption}\n\n{markdown_table(SPEED, lines, names=2)}"

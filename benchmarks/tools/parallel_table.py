@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.tools.markdown import commit_words, markdown_table
+
 Row = Mapping[str, Any]
 HEAD = ("machine", "shape", "ranks", "independent, tokens/s", "data parallel, tokens/s", "ratio", "rounds")
 
@@ -18,21 +20,13 @@ def render(rows: Sequence[Row]) -> str:
         key = (row["env"]["machine"], row["shape"], -row["ranks"])
         if key not in latest or row["env"]["time"] >= latest[key]["env"]["time"]:
             latest[key] = row
-    commits = ", ".join(sorted({f"`{str(row['env']['commit'])[:9]}`" for row in latest.values()}))
-    lines = [_line(HEAD), _line(["---"] * 2 + ["--:"] * (len(HEAD) - 2))]
-    for machine, shape, ranks in sorted(latest):
-        row = latest[machine, shape, ranks]
-        lines.append(
-            _line(
-                [
-                    machine, f"`{shape}`, {row['tokens']:,} tokens a step", str(row["ranks"]),
-                    f"{row['alone_tokens_per_s']:,.0f}", f"{row['mesh_tokens_per_s']:,.0f}",
-                    f"**{row['ratio']:.3f}** ({row['low_ratio']:.3f} to {row['high_ratio']:.3f})", str(row["rounds"]),
-                ]
-            )
-        )  # fmt: skip
-    return f"At commit {commits}. Reproduce with `bagu bench parallel`.\n\n" + "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    lines = [
+        (
+            machine, f"`{shape}`, {row['tokens']:,} tokens a step", str(row["ranks"]),
+            f"{row['alone_tokens_per_s']:,.0f}", f"{row['mesh_tokens_per_s']:,.0f}",
+            f"**{row['ratio']:.3f}** ({row['low_ratio']:.3f} to {row['high_ratio']:.3f})", str(row["rounds"]),
+        )
+        for (machine, shape, _), row in sorted(latest.items(), key=lambda item: item[0])
+    ]  # fmt: skip
+    commits = commit_words(row["env"]["commit"] for row in latest.values())
+    return f"At commit {commits}. Reproduce with `bagu bench parallel`.\n\n{markdown_table(HEAD, lines, names=2)}"

@@ -15,6 +15,7 @@ from bagu.bench.workload import Lengths, random_workload
 from bagu.nn.presets import preset
 from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.serving import batch_times
+from benchmarks.tools.markdown import markdown_table
 
 Row = Mapping[str, Any]
 HEAD = (
@@ -87,11 +88,12 @@ def _compared(row: Row) -> ComparedRun:
 
 def render(rows: Sequence[Row]) -> str:
     lines = [
-        f"| `{x.model}`, {x.gpu.upper()} | {x.requests} | {x.input_tokens:,}, {x.output_tokens:,} "
-        f"| {x.output_tokens / x.measured_s:,.0f} "
-        f"| {x.output_tokens / x.predicted_s:,.0f} ({100 * x.rate_error:+.1f} %) "
-        f"| {1000 * x.measured_step_s:.2f} | {1000 * x.predicted_step_s:.2f} ({100 * x.step_error:+.1f} %) |"
+        (
+            f"`{x.model}`, {x.gpu.upper()}", str(x.requests), f"{x.input_tokens:,}, {x.output_tokens:,}",
+            f"{x.output_tokens / x.measured_s:,.0f}",
+            f"{x.output_tokens / x.predicted_s:,.0f} ({100 * x.rate_error:+.1f} %)",
+            f"{1000 * x.measured_step_s:.2f}", f"{1000 * x.predicted_step_s:.2f} ({100 * x.step_error:+.1f} %)",
+        )
         for x in compared_runs(rows)
-    ]
-    rule = ["---", *["--:"] * (len(HEAD) - 1)]
-    return "\n".join([f"| {' | '.join(HEAD)} |", f"|{'|'.join(rule)}|", *lines]) if lines else NOTHING
+    ]  # fmt: skip
+    return markdown_table(HEAD, lines, names=1) if lines else NOTHING

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.tools.markdown import markdown_table
+
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]  # a lab's result.json
 LABS = ("quantization_error", "int8_matmul")
@@ -60,7 +62,7 @@ def _errors(rows: Sequence[Row]) -> str:
         cells = [_spread([r["output_error_percent"] for r in own]) for own in found]
         guess = " / ".join(f"{own[0]['predicted_error_percent']:.2f}" for own in found)
         lines.append((weights, form, *cells, guess if weights == "Gaussian" else "–"))
-    return _table(("weights", "format", "per tensor", "per row", "per 128 values", "predicted"), 2, lines)
+    return markdown_table(("weights", "format", "per tensor", "per row", "per 128 values", "predicted"), lines, names=2)
 
 
 def _outliers(rows: Sequence[Row]) -> str:
@@ -75,7 +77,7 @@ def _outliers(rows: Sequence[Row]) -> str:
             f"{_spread([r['error_percent'] for r in own])}, {own[0]['predicted_error_percent']:.2f}" for own in found
         ]
         lines.append((f"{round(share, 1):g} %", *cells))
-    return _table(("outlier channels", *METHODS), 1, lines)
+    return markdown_table(("outlier channels", *METHODS), lines, names=1)
 
 
 def _speeds(results: Sequence[Result]) -> str:
@@ -87,13 +89,8 @@ def _speeds(results: Sequence[Result]) -> str:
                 rate = f"{row['rate_top_per_s']:,.2f}"
                 size = f"{row['size']}³"
                 lines.append((str(result["machine"]), row["method"], size, f"{row['time_us']:,.0f}", rate, ratio))
-    return _table(("machine", "product", "size", "µs", "TOP/s", "speed"), 2, lines)
+    return markdown_table(("machine", "product", "size", "µs", "TOP/s", "speed"), lines, names=2)
 
 
 def _spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.2f} ({min(values):.2f}–{max(values):.2f})"
-
-
-def _table(head: Sequence[str], names: int, lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] * names + ["--:"] * (len(head) - names)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))

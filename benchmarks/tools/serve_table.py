@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bagu.bench.eager_peer import EAGER
+from benchmarks.tools.markdown import commit_words, markdown_table
 
 Row = Mapping[str, Any]
 WORDS = {
@@ -52,18 +53,15 @@ def render(rows: Sequence[Row], language: str) -> str:
     engine = [r for r in engine if _run(r) not in prompts]
     if not engine:
         return str(words["nothing"])
-    lines = _table(words["engine"], 3, [line for block in _blocks(engine, words) for line in block])
+    blocks = [line for block in _blocks(engine, words) for line in block]
+    parts = [words["caption"].format(commit=commit_words(r["env"]["commit"] for r in rows))]
+    parts.append(markdown_table(words["engine"], blocks, names=3))
     if schema:
         latest = {(r["env"]["machine"], r["model"], r["streams"]): r for r in _by_time(schema)}
-        lines += ["", *_table(words["schema"], 2, [_schema_line(r, words) for r in latest.values()])]
+        parts.append(markdown_table(words["schema"], [_schema_line(r, words) for r in latest.values()], names=2))
     if server:
-        lines += ["", *_table(words["server"], 2, [_server_line(r, words) for r in _latest(server)])]
-    commits = sorted({str(r["env"]["commit"])[:9] for r in rows})
-    return f"{words['caption'].format(commit=', '.join(f'`{c}`' for c in commits))}\n\n" + "\n".join(lines)
-
-
-def _table(head: Sequence[str], names: int, lines: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(head), _line(["---"] * names + ["--:"] * (len(head) - names)), *map(_line, lines)]
+        parts.append(markdown_table(words["server"], [_server_line(r, words) for r in _latest(server)], names=2))
+    return "\n\n".join(parts)
 
 
 def _blocks(rows: Sequence[Row], words: Mapping[str, Any]) -> list[list[list[str]]]:
@@ -163,7 +161,3 @@ def _server_line(row: Row, words: Mapping[str, Any]) -> list[str]:
         row["env"]["machine"], f"`{row['model_id']}`: {load}", f"{row['output_throughput']:,.0f}", pair("ttft"),
         pair("tpot"), "–" if cpu is None else f"{cpu:.0f} µs",
     ]  # fmt: skip
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -29,16 +29,14 @@ from benchmarks.tools import (
     train_table,
     tune_table,
 )
+from benchmarks.tools.markdown import markdown_table
 
-BEGIN, END = "<!-- bench:ops:begin -->", "<!-- bench:ops:end -->"
-TRAIN_BEGIN, TRAIN_END = "<!-- bench:train:begin -->", "<!-- bench:train:end -->"
-SERVE_BEGIN, SERVE_END = "<!-- bench:serve:begin -->", "<!-- bench:serve:end -->"
-PARALLEL_BEGIN, PARALLEL_END = "<!-- bench:parallel:begin -->", "<!-- bench:parallel:end -->"
-DEMO_BEGIN, DEMO_END = "<!-- bench:demo:begin -->", "<!-- bench:demo:end -->"
-FORMATS_BEGIN, FORMATS_END = "<!-- bench:formats:begin -->", "<!-- bench:formats:end -->"
-PLAN_BEGIN, PLAN_END = "<!-- bench:plan:begin -->", "<!-- bench:plan:end -->"
-QUANTIZATION_BEGIN, QUANTIZATION_END = "<!-- bench:quantization:begin -->", "<!-- bench:quantization:end -->"
-TUNING_BEGIN, TUNING_END = "<!-- bench:tuning:begin -->", "<!-- bench:tuning:end -->"
+
+def marks_of(name: str) -> tuple[str, str]:
+    """The lines around the table `name` in a document."""
+    return f"<!-- bench:{name}:begin -->", f"<!-- bench:{name}:end -->"
+
+
 PEERS = ("eager", "compile", "liger")
 
 Row = Mapping[str, Any]
@@ -81,11 +79,6 @@ CHINESE = Words(
     fault="测量有误",
     language="zh",
 )
-PARALLEL_FILE = "docs/parallel/data_parallel.md"
-FORMATS_FILE = "docs/formats.md"
-PLAN_FILE = "docs/planner.md"
-QUANTIZATION_FILE = "docs/quantization.md"
-TUNING_FILE = "docs/tuning.md"
 FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
 
 
@@ -145,7 +138,7 @@ def _commit(commit: str | None) -> str:
 
 
 def _table(rows: Sequence[Row], words: Words) -> str:
-    lines = [_line(words.head), _line(["---"] * 3 + ["--:"] * (len(words.head) - 3))]
+    lines: list[list[str]] = []
     by_work: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         by_work.setdefault((row["op"], row["case"], row["pass"]), []).append(row)
@@ -157,22 +150,22 @@ def _table(rows: Sequence[Row], words: Words) -> str:
         name = f"`{op}`" if op != seen else ""
         share = _fraction(best, [r for r in work if r["yardstick"]]) if best else ""
         cells = [f"**{_rate(best, words)}**" if best else "", share, *(_rate(p, words) for p in peers)]
-        lines.append(_line([name, work[0]["shape"], step, *cells]))
+        lines.append([name, work[0]["shape"], step, *cells])
         seen = op
-    return "\n".join(lines)
+    return markdown_table(words.head, lines, names=3)
 
 
 def _host_table(rows: Sequence[Row], words: Words) -> str:
     """An op a line; `rows` are those that have a host time."""
-    lines = [_line(words.host_head), _line(["---"] + ["--:"] * (len(words.host_head) - 1))]
+    lines: list[list[str]] = []
     for op in dict.fromkeys(r["op"] for r in rows):
         mine = [r for r in rows if r["op"] == op]
         backends = [r["backend"] for r in mine if r["backend"]]
         ours = next((b for b in backends if b != "torch"), "torch")
         cells = [_host([r for r in mine if r["backend"] == ours])]
         cells += [_host([r for r in mine if r["peer"] == p]) for p in PEERS]
-        lines.append(_line([f"`{op}`", f"**{cells[0]}**", *cells[1:]]))
-    return "\n".join(lines)
+        lines.append([f"`{op}`", f"**{cells[0]}**", *cells[1:]])
+    return markdown_table(words.host_head, lines, names=1)
 
 
 def _host(rows: Sequence[Row]) -> str:
@@ -189,10 +182,6 @@ def _fraction(row: Row, yardsticks: Sequence[Row]) -> str:
     return ", ".join([f"{row['share']:.2f} {row['ceiling']}", *times])
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _rate(row: Row | None, words: Words) -> str:
     if row is None:
         return "–"
@@ -207,9 +196,9 @@ def _rate(row: Row | None, words: Words) -> str:
     )
 
 
-def updated(text: str, inside: str, name: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
-    """`text` with `inside` between its marks."""
-    first, last = marks
+def updated(text: str, inside: str, name: str, part: str = "ops") -> str:
+    """`text`, of the document `name`, with `inside` between the marks of `part`."""
+    first, last = marks_of(part)
     before, begin, rest = text.partition(first)
     _, end, after = rest.partition(last)
     if not begin or not end:
@@ -251,44 +240,47 @@ def record_demo(folder: Path, root: Path) -> None:
     append_rows(results, rows)
 
 
-def _update(root: Path, *, check: bool) -> int:
+def _texts(root: Path) -> dict[str, dict[str, str]]:
+    """What stands between the marks: by document, and by the name of its marks."""
+    results = root / "benchmarks/results"
     rows, trained, inference, parallel, demos = (
-        [row for path in sorted(root.glob(f"benchmarks/results/{where}*.jsonl")) for row in read_rows(path)]
+        [row for path in sorted(results.glob(f"{where}*.jsonl")) for row in read_rows(path)]
         for where in ("", "train/", "serve/", "parallel/", "demo/")
     )
-    texts: dict[str, list[tuple[str, tuple[str, str]]]] = {
-        name: [
-            (render(rows, words, every=every), (BEGIN, END)),
-            (train_table.render(trained, words.language), (TRAIN_BEGIN, TRAIN_END)),
-            (serve_table.render(inference, words.language), (SERVE_BEGIN, SERVE_END)),
-            (demo_table.render(demos, words.language), (DEMO_BEGIN, DEMO_END)),
-        ]
+
+    def recorded(where: str) -> list[Any]:
+        return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(results.glob(f"{where}/*.json"))]
+
+    texts = {
+        name: {
+            "ops": render(rows, words, every=every),
+            "train": train_table.render(trained, words.language),
+            "serve": serve_table.render(inference, words.language),
+            "demo": demo_table.render(demos, words.language),
+        }
         for name, (words, every) in FILES.items()
     }
-    texts[PARALLEL_FILE] = [(parallel_table.render(parallel), (PARALLEL_BEGIN, PARALLEL_END))]
-    quality = [
-        row for p in sorted(root.glob("benchmarks/results/formats/*.json")) for row in json.loads(p.read_text())["rows"]
-    ]
-    texts[FORMATS_FILE] = [(formats_table.render(inference, quality), (FORMATS_BEGIN, FORMATS_END))]
-    texts[PLAN_FILE] = [(plan_table.render(inference), (PLAN_BEGIN, PLAN_END))]
-    labs = {
-        lab: [
-            json.loads(p.read_text(encoding="utf-8"))
-            for p in sorted(root.glob(f"benchmarks/results/labs/{lab}/*.json"))
-        ]
-        for lab in quantization_table.LABS
-    }
-    texts[QUANTIZATION_FILE] = [(quantization_table.render(labs), (QUANTIZATION_BEGIN, QUANTIZATION_END))]
+    quality = [row for found in recorded("formats") for row in found["rows"]]
+    labs = {lab: recorded(f"labs/{lab}") for lab in quantization_table.LABS}
     shipped = Store(root / "bagu/ops/tuning/shipped.jsonl").records()
-    texts[TUNING_FILE] = [(tune_table.render(shipped), (TUNING_BEGIN, TUNING_END))]
+    return texts | {
+        "docs/parallel/data_parallel.md": {"parallel": parallel_table.render(parallel)},
+        "docs/formats.md": {"formats": formats_table.render(inference, quality)},
+        "docs/planner.md": {"plan": plan_table.render(inference)},
+        "docs/quantization.md": {"quantization": quantization_table.render(labs)},
+        "docs/tuning.md": {"tuning": tune_table.render(shipped)},
+    }
+
+
+def _update(root: Path, *, check: bool) -> int:
     stale = []
-    for name, parts in texts.items():
+    for name, parts in _texts(root).items():
         path = root / name
         if not path.exists():
             raise BaguError(f"{path} does not exist", hint="run it in the checkout, or give --root")
         text = new = path.read_text(encoding="utf-8")
-        for inside, marks in parts:
-            new = updated(new, inside, name, marks)
+        for part, inside in parts.items():
+            new = updated(new, inside, name, part)
         if new != text:
             stale.append(name)
             if not check:

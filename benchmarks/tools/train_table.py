@@ -6,19 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bagu.bench.units import tera
+from benchmarks.tools.markdown import commit_words, markdown_table
 
 Row = Mapping[str, Any]
 WORDS = {
     "en": {
-        "head": (
-            "machine",
-            "model and step",
-            "implementation",
-            "tokens/s",
-            "TFLOP/s",
-            "peak memory",
-            "vs. best peer",
-        ),
+        "head": ("machine", "model and step", "implementation", "tokens/s", "TFLOP/s", "peak memory", "vs. best peer"),
         "caption": "One full optimizer step on random tokens; medians, at commit {commit}. "
         "Reproduce with `bagu bench train`.",
         "nothing": "No training speed is recorded yet: `bagu bench train` writes it to `benchmarks/results/train`.",
@@ -39,33 +32,32 @@ def render(rows: Sequence[Row], language: str) -> str:
     words: dict[str, Any] = WORDS[language]
     if not rows:
         return str(words["nothing"])
-    head = words["head"]
-    lines = [_line(head), _line(["---"] * 3 + ["--:"] * (len(head) - 3))]
-    commits = set()
+    lines: list[list[str]] = []
+    commits = []
     for machine, shape in sorted({(r["env"]["machine"], r["shape"]) for r in rows}, reverse=True):
         mine = [r for r in rows if (r["env"]["machine"], r["shape"]) == (machine, shape)]
         last: dict[tuple[str, int], str] = {}
         for row in mine:
             last[_key(row)] = max(last.get(_key(row), ""), row["env"]["time"])
         kept = [r for r in mine if r["env"]["time"] == last[_key(r)]]
-        commits |= {str(r["env"]["commit"])[:9] for r in kept}
+        commits += [r["env"]["commit"] for r in kept]
         lines += _block(machine, kept, words)
-    caption = words["caption"].format(commit=", ".join(f"`{c}`" for c in sorted(commits)))
-    return f"{caption}\n\n" + "\n".join(lines)
+    caption = words["caption"].format(commit=commit_words(commits))
+    return f"{caption}\n\n{markdown_table(words['head'], lines, names=3)}"
 
 
 def _key(row: Row) -> tuple[str, int]:
     return row["implementation"], row.get("micro_batches") or 1
 
 
-def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[str]:
+def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[list[str]]:
     """Bagu's fastest run and the one with the least memory, and each peer at its best."""
     best: dict[tuple[str, int], Row] = {}
     for row in run:  # of several rounds, the fastest of each
         key = _key(row)
         if key not in best or row["tokens_per_s"] > best[key]["tokens_per_s"]:
             best[key] = row
-    lines, named = [], False
+    lines: list[list[str]] = []
     for row in best.values():
         ours = row["implementation"].startswith("bagu")
         micro = row.get("micro_batches") or 1
@@ -77,16 +69,11 @@ def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[s
         ]  # fmt: skip
         ratio = f"{row['tokens_per_s'] / max(peers):.2f}×" if peers and ours else "–"
         peak, tflops = row.get("peak_bytes"), row.get("tflop_per_s")
-        lines.append(
-            _line(
-                [
-                    "" if named else machine, "" if named else _what(run), f"**{name}**" if ours else name,
-                    f"**{rate}**" if ours else rate, tera(tflops) if tflops else "–",
-                    f"{peak / 2**30:.1f} GiB" if peak else "–", ratio,
-                ]
-            )
-        )  # fmt: skip
-        named = True
+        lines.append([
+            "" if lines else machine, "" if lines else _what(run), f"**{name}**" if ours else name,
+            f"**{rate}**" if ours else rate, tera(tflops) if tflops else "–",
+            f"{peak / 2**30:.1f} GiB" if peak else "–", ratio,
+        ])  # fmt: skip
     return lines
 
 
@@ -94,7 +81,3 @@ def _what(run: Sequence[Row]) -> str:
     row = next(r for r in run if r.get("tokens"))
     model = row["model"]
     return f"`{row['shape']}`: {model['num_layers']} × {model['hidden_size']}, {row['tokens']:,} tokens"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

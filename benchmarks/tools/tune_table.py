@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bagu.bench.tune_report import HEADS, sentences, steps_lines
 from bagu.bench.tune_searches import searches
 from bagu.ops.tuning.store import Record
+from benchmarks.tools.markdown import markdown_table
 
 NOTHING = "No store ships with the package yet."
 
@@ -18,15 +19,10 @@ def render(records: Sequence[Record]) -> str:
     for device in sorted({s.winner.kind.device for s in found}):
         own = [s for s in found if s.winner.kind.device == device]
         env = own[-1].winner.environment
-        rows = (
-            HEADS,
-            ["---"] * 2 + ["--:"] * (len(HEADS) - 2),
-            *((f"`{op}`", *rest) for op, *rest in steps_lines(own)),
-        )
         parts += [
             f"Measured on **{device}** in bf16 (torch {env.get('torch')}, Triton {env.get('triton')}, driver "
             f"{env.get('driver')}) by `bagu tune ops`. A line is a step of an op, over its benchmark cases.",
-            "\n".join(f"| {' | '.join(cells)} |" for cells in rows),
+            markdown_table(HEADS, [(f"`{op}`", *rest) for op, *rest in steps_lines(own)], names=2),
             "\n".join(f"- {line}" for line in sentences(own)),
         ]
     return "\n\n".join(parts) or NOTHING

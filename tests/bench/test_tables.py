@@ -11,13 +11,18 @@ import pytest
 from bagu.errors import BaguError
 from benchmarks.tools import demo_table, formats_table, quantization_table, serve_table, tables, train_table
 
-MARKS = (
-    (tables.TRAIN_BEGIN, tables.TRAIN_END),
-    (tables.SERVE_BEGIN, tables.SERVE_END),
-    (tables.DEMO_BEGIN, tables.DEMO_END),
-)
-TRAIN = "\n".join(f"{begin}\nold\n{end}" for begin, end in MARKS)
-PAGE = f"# bagu\n\nbefore\n{tables.BEGIN}\nold\n{tables.END}\n{TRAIN}\nafter\n"
+DOCUMENTS = {
+    "docs/parallel/data_parallel.md": "parallel", "docs/formats.md": "formats", "docs/planner.md": "plan",
+    "docs/quantization.md": "quantization", "docs/tuning.md": "tuning",
+}  # fmt: skip
+
+
+def marked(*names: str) -> str:
+    """A document with old tables between these marks."""
+    return "\n".join("{}\nold\n{}".format(*tables.marks_of(name)) for name in names)
+
+
+PAGE = f"# bagu\n\nbefore\n{marked('ops', 'train', 'serve', 'demo')}\nafter\n"
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -44,12 +49,9 @@ def checkout(folder: Path, rows: list[dict[str, Any]]) -> Path:
     results = folder / "benchmarks/results"
     results.mkdir(parents=True)
     (results / "nvidia-h200.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (folder / tables.PARALLEL_FILE).parent.mkdir(parents=True)
-    (folder / tables.PARALLEL_FILE).write_text(f"{tables.PARALLEL_BEGIN}\nold\n{tables.PARALLEL_END}\n")
-    (folder / tables.FORMATS_FILE).write_text(f"{tables.FORMATS_BEGIN}\nold\n{tables.FORMATS_END}\n")
-    (folder / tables.PLAN_FILE).write_text(f"{tables.PLAN_BEGIN}\nold\n{tables.PLAN_END}\n")
-    (folder / tables.QUANTIZATION_FILE).write_text(f"{tables.QUANTIZATION_BEGIN}\nold\n{tables.QUANTIZATION_END}\n")
-    (folder / tables.TUNING_FILE).write_text(f"{tables.TUNING_BEGIN}\nold\n{tables.TUNING_END}\n")
+    for name, part in DOCUMENTS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{marked(part)}\n")
     for name in tables.FILES:
         (folder / name).write_text(PAGE, encoding="utf-8")
     return folder
@@ -139,7 +141,7 @@ def test_a_page_without_marks_is_an_error_that_names_it(tmp_path: Path, capsys: 
     assert tables.main(["--root", str(root)]) == 2
     assert "README.zh.md has no marks for the table" in capsys.readouterr().err
     with pytest.raises(BaguError, match="README"):
-        tables.updated(tables.END + tables.BEGIN, "", "README.md")
+        tables.updated("".join(reversed(tables.marks_of("ops"))), "", "README.md")
 
 
 def trained(implementation: str, rate: float, **changes: Any) -> dict[str, Any]:
