@@ -62,6 +62,11 @@ class ChatEncoder:
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._begun = tuple({name[:n] for name in names for n in range(1, len(name))})
 
+    @property
+    def token_facts(self) -> dict[str, Any]:
+        """What decides the tokens of a chat."""
+        return self.tokenizer.token_facts | {"template": self.template.source, "variables": self.template.variables}
+
     def encode(self, messages: Sequence[Message], **variables: Any) -> EncodedChat:
         """Encode all messages and mask the assistant's tokens. A chat without assistant text is refused."""
         text, spans = self._rendered(self._safe(messages), self._safe(variables))

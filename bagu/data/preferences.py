@@ -95,10 +95,9 @@ class PreferenceEncoder:
         self.chat = None if text else ChatEncoder(tokenizer)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What decides the tokens of a preference, besides tokenizer.json."""
-        template = None if self.chat is None else self.chat.template.source
-        return {"template": template, "variables": self.tokenizer.variables}
+    def token_facts(self) -> dict[str, Any]:
+        """What decides the tokens of a preference."""
+        return (self.chat or self.tokenizer).token_facts
 
     def documents(self, found: Preference) -> Iterator[TokenDocument]:
         """The chosen and the rejected answer, each with the prompt before it."""
@@ -142,9 +141,9 @@ def preference_store(
     corpus: PreferenceCorpus, part: Part, encoder: PreferenceEncoder, cache: Path
 ) -> TokenStore:  # fmt: skip
     """The tokens of a part, from the cache if they are there."""
-    made = {"preferences": BREAKAGE, "max_bytes": corpus.config.max_bytes, **encoder.facts}
+    source = {**corpus.facts, "part": part, "preferences": BREAKAGE, "max_bytes": corpus.config.max_bytes}
     documents = (document for found in corpus.preferences(part) for document in encoder.documents(found))
     return on_disk(
         documents, cache, token_bytes=encoder.tokenizer.token_bytes,
-        facts={"source": {**corpus.facts, "part": part, **made}, "tokenizer": encoder.tokenizer.fingerprint},
+        facts={"source": source, **encoder.token_facts},
     )  # fmt: skip

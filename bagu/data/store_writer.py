@@ -52,7 +52,7 @@ def build(
     `source` holds the JSON facts that decide the documents and their order (`describe()` of the source, the seed and
     fraction of a split, ...). `documents` is not read if the store exists, so a generator costs nothing in that case.
     """
-    facts = {"source": dict(source), "tokenizer": tokenizer.fingerprint, "end": tokenizer.eos_token}
+    facts = {"source": dict(source), **tokenizer.token_facts}
     tokenized = tokenize(documents, tokenizer)
     return on_disk(tokenized, cache, token_bytes=tokenizer.token_bytes, facts=facts, progress=progress)
 

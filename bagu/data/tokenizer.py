@@ -138,6 +138,12 @@ class BpeTokenizer:
         """SHA-256 of tokenizer.json."""
         return hashlib.sha256(self.spec.encode()).hexdigest()
 
+    @property
+    def token_facts(self) -> dict[str, Any]:
+        """What decides the tokens of a text: keys of token caches are made from it. Models may share tokenizer.json and
+        differ in the token that ends a text."""
+        return {"tokenizer": self.fingerprint, "variables": self.variables}
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included; some ids may be unused."""

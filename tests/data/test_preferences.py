@@ -129,7 +129,7 @@ def test_the_facts_of_tokens_have_the_variables_of_the_template(tokenizer: BpeTo
     """A template may write eos_token, and plain text ends with it: another one gives other tokens."""
     other = replace(tokenizer, eos_token="<|end|>")
     for text in (False, True):
-        assert PreferenceEncoder(other, text=text).facts != PreferenceEncoder(tokenizer, text=text).facts
+        assert PreferenceEncoder(other, text=text).token_facts != PreferenceEncoder(tokenizer, text=text).token_facts
 
 
 def test_a_template_without_an_assistant_turn_is_refused(tokenizer: BpeTokenizer) -> None:

@@ -51,13 +51,11 @@ class SupervisedFineTuning(TokenObjective):
 
 def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> TokenStore:
     """The tokens of the chats of a part and which of them are targets, from the cache if they are there."""
-    template: dict[str, Any] = {
-        "chats": corpus.config.max_bytes, "template": encoder.template.source, "variables": encoder.template.variables,
-    }  # fmt: skip
+    source: dict[str, Any] = {**corpus.facts, "part": part, "chats": corpus.config.max_bytes}
     if corpus.config.renamed and part == "train":
-        template["renamed"] = [corpus.config.renamed, RENAMING]
+        source["renamed"] = [corpus.config.renamed, RENAMING]
     return on_disk(
         encoder.documents(corpus.conversations(part)), cache_folder() / "tokens",
         token_bytes=encoder.tokenizer.token_bytes,
-        facts={"source": {**corpus.facts, "part": part, **template}, "tokenizer": encoder.tokenizer.fingerprint},
+        facts={"source": source, **encoder.token_facts},
     )  # fmt: skip
