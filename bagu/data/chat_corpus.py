@@ -74,8 +74,10 @@ class ChatCorpus:
         """The same chats made from a corpus that is read already, if it selects the same documents."""
         own = self.text
         if own is None or (own.config.path, own.config.glob, own.selection) != (
-            text.config.path, text.config.glob, text.selection,
-        ):  # fmt: skip
+            text.config.path,
+            text.config.glob,
+            text.selection,
+        ):
             return self
         return ChatCorpus(self.name, self.config, self.selection, text)
 

@@ -133,6 +133,8 @@ def evaluation_rows(found: PreferenceSet, config: DataConfig, *, limit: int | No
 def _rows(found: PreferenceSet, config: DataConfig, order: Order) -> EpochRows:
     width = found.units.shape[1]
     return EpochRows(
-        found.lengths, capacity=config.rows * config.context, max_units=max(max_sequences(config) // width, 1),
+        found.lengths,
+        capacity=config.rows * config.context,
+        max_units=max(max_sequences(config) // width, 1),
         order=order,
-    )  # fmt: skip
+    )

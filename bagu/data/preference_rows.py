@@ -64,9 +64,7 @@ def _pair(row: Row) -> Preference:
     if sides[0] == sides[1]:
         _refuse(row, "'chosen' and 'rejected' are equal")
     strings = isinstance(row.fields["chosen"], str) and len(prompt) == 1
-    return Preference(
-        id=row.id, place=row.place, prompt=prompt, chosen=sides[0], rejected=sides[1], strings=strings
-    )  # fmt: skip
+    return Preference(id=row.id, place=row.place, prompt=prompt, chosen=sides[0], rejected=sides[1], strings=strings)
 
 
 def _judged(row: Row) -> Preference:

@@ -39,9 +39,7 @@ class PreferenceSet:
                 f" on its longer side",
                 hint="raise data.context (up to the model's positions) or data.rows, or give shorter texts",
             )
-        return cls(
-            name=name, store=store, units=units[fits], lengths=sizes.sum(1)[fits], left_out=int((~fits).sum())
-        )  # fmt: skip
+        return cls(name=name, store=store, units=units[fits], lengths=sizes.sum(1)[fits], left_out=int((~fits).sum()))
 
     def tokens(self, document: int) -> Tokens:
         mask = self.store.mask(document)

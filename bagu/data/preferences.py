@@ -74,11 +74,13 @@ class PreferenceCorpus(TableCorpus):
             if worse is None:
                 continue
             yield Preference(
-                id=function.id, place=f"{function.file}:{function.line}",
+                id=function.id,
+                place=f"{function.file}:{function.line}",
                 prompt=({"role": "user", "content": function.question},),
                 chosen={"role": "assistant", "content": function.answer},
-                rejected={"role": "assistant", "content": worse.code}, strings=True,
-            )  # fmt: skip
+                rejected={"role": "assistant", "content": worse.code},
+                strings=True,
+            )
 
     def training_texts(self) -> Iterator[str]:
         for found in self.preferences("train"):
@@ -137,13 +139,13 @@ class PreferenceEncoder:
         return chat.ids[:end], start
 
 
-def preference_store(
-    corpus: PreferenceCorpus, part: Part, encoder: PreferenceEncoder, cache: Path
-) -> TokenStore:  # fmt: skip
+def preference_store(corpus: PreferenceCorpus, part: Part, encoder: PreferenceEncoder, cache: Path) -> TokenStore:
     """The tokens of a part, from the cache if they are there."""
     source = {**corpus.facts, "part": part, "preferences": BREAKAGE, "max_bytes": corpus.config.max_bytes}
     documents = (document for found in corpus.preferences(part) for document in encoder.documents(found))
     return on_disk(
-        documents, cache, token_bytes=encoder.tokenizer.token_bytes,
+        documents,
+        cache,
+        token_bytes=encoder.tokenizer.token_bytes,
         facts={"source": source, **encoder.token_facts},
-    )  # fmt: skip
+    )

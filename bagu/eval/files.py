@@ -90,9 +90,11 @@ def read_task(path: Path, judge: Judge | None = None) -> Task:
     }
     if kind == "generation":
         fields["decoding"] = Decoding(
-            max_tokens=table.get("max_tokens", 256), temperature=table.get("temperature", 0.0),
-            samples=table.get("samples", 1), stop=tuple(table.get("stop", ())),
-        )  # fmt: skip
+            max_tokens=table.get("max_tokens", 256),
+            temperature=table.get("temperature", 0.0),
+            samples=table.get("samples", 1),
+            stop=tuple(table.get("stop", ())),
+        )
         fields |= _judged(path, table, judge) if "judge" in table else _matched(table.get("extract"))
         fields["k"] = tuple(table.get("k", (1,)))
     if kind != "loss":

@@ -64,9 +64,7 @@ def estimate_ratio(
     sums, _ = _by_cluster(above, clusters)
     counts, _ = _by_cluster(below, clusters)
     low, high = _interval(sums, counts, seed)
-    return Estimate(
-        mean=float(sums.sum() / counts.sum()), low=low, high=high, items=len(above), clusters=len(sums)
-    )  # fmt: skip
+    return Estimate(mean=float(sums.sum() / counts.sum()), low=low, high=high, items=len(above), clusters=len(sums))
 
 
 def compare(

@@ -154,11 +154,12 @@ def item_scores(kind: str, rows: Sequence[Row], k: Sequence[int] = (1,)) -> dict
     return {
         f"pass@{n}": [
             pass_at_k(len(row["grades"]), sum(g == 1.0 for g in row["grades"]), n)
-            if n > 1 else sum(row["grades"]) / len(row["grades"])
+            if n > 1
+            else sum(row["grades"]) / len(row["grades"])
             for row in rows
         ]
         for n in k
-    }  # fmt: skip
+    }
 
 
 def _shown(item: Item) -> Row:

@@ -74,9 +74,10 @@ def parameters(config: ModelConfig) -> Parameters:
             parts["head" if top in ("head", "mlm", "score") else "embedding"] += size
     idle = sum(
         (m.moe.num_experts - m.moe.top_k) * p[0].numel()
-        for m in model.modules() if isinstance(m, MoE)
+        for m in model.modules()
+        if isinstance(m, MoE)
         for p in m.parameters(recurse=False)
-    )  # fmt: skip
+    )
     sizes = {name: parts[name] for name in ("embedding", "attention", "ffn", "norm", "head")}
     return Parameters(**sizes, active=sum(sizes.values()) - idle)
 

@@ -65,10 +65,10 @@ def export_onnx(model: Transformer, path: str | Path) -> None:
         warnings.simplefilter("ignore")  # of torch and onnxscript about their own deprecated calls
         program = torch.export.export(
             _Graph(model.eval()), (example,), dynamic_shapes={"input_ids": sizes}, strict=False
-        )  # fmt: skip
+        )
         graph = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=["input_ids"], output_names=["logits"]
-        )  # fmt: skip
+        )
     assert graph is not None, "torch.onnx.export returns a program if dynamo is True"
     try:
         graph.save(str(path))

@@ -38,8 +38,9 @@ IRRELEVANT = {
 }  # fmt: skip
 # Other initializations (pissa, olora, ...) change the base too; such an adapter fits only the changed base.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal"),
-}  # fmt: skip
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

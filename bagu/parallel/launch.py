@@ -65,11 +65,12 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         job = int(environ.get("SLURM_JOB_ID", "0"))
         return Place(
-            rank=int(environ["SLURM_PROCID"]), ranks=int(environ["SLURM_NTASKS"]),
+            rank=int(environ["SLURM_PROCID"]),
+            ranks=int(environ["SLURM_NTASKS"]),
             local_rank=int(environ.get("SLURM_LOCALID", "0")),
             host=environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "localhost")),
             port=int(environ.get("MASTER_PORT", 20000 + job % 20000)),
-        )  # fmt: skip
+        )
     return None
 
 
@@ -114,7 +115,7 @@ def joined(place: Place, device: torch.device, facts: Mapping[str, object]) -> I
         group = dist.PrefixStore("group", store)
         dist.init_process_group(
             backend, store=group, rank=place.rank, world_size=place.ranks, timeout=COLLECTIVE_TIMEOUT
-        )  # fmt: skip
+        )
         yield
     except BaseException as error:
         _report(store, place, error)
@@ -127,7 +128,7 @@ def _store(place: Place, timeout: float) -> dist.Store:
     try:
         store: dist.Store = dist.TCPStore(
             place.host, place.port, place.ranks, serves, timedelta(seconds=timeout), wait_for_workers=False
-        )  # fmt: skip
+        )
     except (RuntimeError, ValueError) as error:  # dist.DistStoreError is a RuntimeError
         if place.rank == 0:
             raise BaguError(

@@ -30,9 +30,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.parallel.traffic import Traffic
 
 Dim = Literal["pp", "dp", "shard", "ep", "cp", "tp"]
-Group = Literal[
-    "pp", "dp", "shard", "ep", "cp", "tp", "data", "loss", "experts", "replicas", "expert_replicas", "all"
-]  # fmt: skip
+Group = Literal["pp", "dp", "shard", "ep", "cp", "tp", "data", "loss", "experts", "replicas", "expert_replicas", "all"]
 DIMS: tuple[Dim, ...] = get_args(Dim)  # outermost first
 COMBINED: Mapping[Group, tuple[Dim, ...]] = {
     "data": ("dp", "shard", "ep"),

@@ -168,9 +168,7 @@ def apply(
     optimizers are set up afterwards, on `local`.
     """
     config, ranks = model.config, mesh.size("pp")
-    check_model_parallel(
-        config, mesh.config, schedule=schedule, stages_per_rank=stages_per_rank, method=method
-    )  # fmt: skip
+    check_model_parallel(config, mesh.config, schedule=schedule, stages_per_rank=stages_per_rank, method=method)
     whole = {name: torch.empty_like(x, device="meta") for name, x in model.state_dict().items()}
     modules: dict[int, Transformer] = {0: model}
     cuts, owners = [range(config.num_layers)], [0]

@@ -63,9 +63,11 @@ def supervise(job: Job, say: Callable[[str], None]) -> int:
 def _start(start: Start, folder: Path) -> list[subprocess.Popen[bytes]]:
     threads = max(1, available_cores() // start.ranks)
     shared = {
-        "WORLD_SIZE": str(start.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(start.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
         heartbeat.FOLDER: str(folder),
-    }  # fmt: skip
+    }
     environ = {"OMP_NUM_THREADS": str(threads), **os.environ, **shared}
     return [
         # a group of its own: Ctrl-C reaches this process, which passes it on once
@@ -73,7 +75,7 @@ def _start(start: Start, folder: Path) -> list[subprocess.Popen[bytes]]:
             list(start.command), env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
         )
         for rank in range(start.ranks)
-    ]  # fmt: skip
+    ]
 
 
 def _free_port() -> int:
@@ -132,9 +134,7 @@ class _Watchdog:
         ranks = heartbeat.stuck_ranks(beats, time.time())
         names = ", ".join(f"{b.rank} (process {b.pid})" for b in beats if b.rank in ranks)
         step = min(b.step for b in beats)
-        return _Stuck(
-            ranks=ranks, sentence=f"rank {names} hangs at step {step}: no progress for {self.timeout:.0f} s"
-        )  # fmt: skip
+        return _Stuck(ranks=ranks, sentence=f"rank {names} hangs at step {step}: no progress for {self.timeout:.0f} s")
 
 
 class _Signals:

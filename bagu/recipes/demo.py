@@ -184,10 +184,11 @@ def _pace(begun: Trained, clock: Clock) -> Pace:
     """The measured pace of the first steps of a run. It is a median, because the very first steps are warm-up."""
     rows = begun.folder.metrics()
     return Pace(
-        tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows), left_s=clock.left(),
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
+        left_s=clock.left(),
         prepared_s=clock.spent() - sum(row["tokens"] / row["tokens_per_s"] for row in rows),
         held_out_tokens=begun.data.sources[STDLIB].validation_tokens,
-    )  # fmt: skip
+    )
 
 
 def _questions(pairs: ChatCorpus, number: int) -> list[Conversation]:

@@ -62,11 +62,13 @@ def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, fold
         asked = EngineModel(engine, tokenizer, ChatEncoder(tokenizer), folder.name)
         results = [
             evaluate(
-                asked, built_in(name, asked.max_len), out=folder,
+                asked,
+                built_in(name, asked.max_len),
+                out=folder,
                 limit=size.write_items if name == WRITE else size.eval_items,
             )
             for name in TASKS
-        ]  # fmt: skip
+        ]
     answers = [text for row in read_side(folder)[WRITE].rows.values() for text in row["answers"]]
     return Evaluation(
         stage=stage, results=tuple(results), folder=folder, variety=diversity(answers),

@@ -119,8 +119,10 @@ class LaterStages:
         pace = replace(self.pace, left_s=self.clock.left(), evaluation_s=last.seconds)
         reinforced = partial(rl_steps, answer_s=last.answer_s)
         fits: Mapping[str, Callable[[Demo, Pace], int]] = {
-            "sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": reinforced
-        }  # fmt: skip
+            "sft_steps": sft_steps,
+            "dpo_steps": dpo_steps,
+            "rl_steps": reinforced,
+        }
         fitted: dict[str, Any] = {later.steps: fits[later.steps](self.size, pace)}
         return replace(self.size, **fitted)
 

@@ -108,7 +108,7 @@ def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
         ("pretraining", f"{size.pretrain_steps:,} steps of {size.tokens_per_step:,} tokens"),
         *((stage.name, f"{stage.trained.fit.step:,} steps") for stage in done.stages[1:]),
         ("because", plan.reason),
-    ]  # fmt: skip
+    ]
     note = (
         "Rates are of two steps before anything else; the steps were fitted to the real pace after an eighth of them."
     )
@@ -117,10 +117,11 @@ def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
 
 def _sizes(bits: float, stock: Compressors, context: int) -> Table:
     rows = [
-        ("gzip -9", f"{stock.gzip_bits_per_byte:.3f}"), ("xz -6", f"{stock.xz_bits_per_byte:.3f}"),
+        ("gzip -9", f"{stock.gzip_bits_per_byte:.3f}"),
+        ("xz -6", f"{stock.xz_bits_per_byte:.3f}"),
         ("xz -6, primed with the training text", f"{stock.primed_xz_bits_per_byte:.3f}"),
         ("this model", f"{bits:.3f}"),
-    ]  # fmt: skip
+    ]
     note = (
         f"{stock.held_out_bytes / 1e6:.2f} MB of files the model never saw, laid end to end for the compressors; the "
         f"model sees at most {context} tokens of the same file. Priming: {stock.priming_bytes / 1e6:.1f} MB."
@@ -161,7 +162,7 @@ def _later_data(stages: Sequence[Done]) -> Table:
     note = "Functions of the training files: chats, pairs of a real and a broken function, prompts."
     return Table(
         title="Data of the later stages", columns=("stage", "documents", "tokens", "epochs seen"), rows=rows, note=note
-    )  # fmt: skip
+    )
 
 
 def print_summary(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
@@ -172,8 +173,9 @@ def print_summary(console: Console, page: Path, out: Path, done: Finished, secon
     console.print(
         f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {stock.gzip_bits_per_byte:.3f} bits/byte "
         f"(xz {stock.xz_bits_per_byte:.3f}, primed {stock.primed_xz_bits_per_byte:.3f}). {duration(seconds)} in all.",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(f"Report: {page}", highlight=False, soft_wrap=True)
     context = done.size.context
     fits = "" if context == recipe("small").data.context else f" --set data.context={context}"
@@ -184,8 +186,9 @@ def print_summary(console: Console, page: Path, out: Path, done: Finished, secon
         f"  bagu train --recipe grpo --from {done.model} --reward my_file.py:score{fits} --out runs/mine-rl\n"
         "  bagu train my_text.txt --out runs/mine     # any file or folder of text, JSON lines, Parquet\n"
         "  bagu lab list                              # textbook claims, measured",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def terminal_table(table: Table) -> rich.table.Table:

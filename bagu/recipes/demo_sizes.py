@@ -180,7 +180,7 @@ CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
 # of its functions and their copies.
 GPU = replace(
     LARGE, rows=32, pretrain_steps=2400, sft_steps=860, dpo_steps=100, rl_steps=100, rl_prompts=32, write_items=128
-)  # fmt: skip
+)
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
     sft_steps=6, renamed=1, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4,

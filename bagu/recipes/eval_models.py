@@ -63,9 +63,7 @@ class EngineModel:
         prompts = [self.encode_chat(messages) for messages in chats]
         return self._answers(prompts, decoding, [decoding.seed_of(messages) for messages in chats])
 
-    def _answers(
-        self, prompts: Sequence[Sequence[int]], decoding: Decoding, seeds: Sequence[int]
-    ) -> list[list[str]]:  # fmt: skip
+    def _answers(self, prompts: Sequence[Sequence[int]], decoding: Decoding, seeds: Sequence[int]) -> list[list[str]]:
         sampling = Sampling(
             max_tokens=decoding.max_tokens, temperature=decoding.temperature, n=decoding.samples, stop=decoding.stop,
             stop_token_ids=() if self.chat is None else self.chat.turn_ends,

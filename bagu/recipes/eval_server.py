@@ -84,11 +84,12 @@ class ServerModel:
         """By the chat route: only the server knows the tokens that end a turn. A call holds one chat."""
         bodies = [
             {
-                "model": self.name, "messages": [dict(m) for m in messages],
+                "model": self.name,
+                "messages": [dict(m) for m in messages],
                 **_sampling(decoding, decoding.seed_of(messages)),
             }
             for messages in chats
-        ]  # fmt: skip
+        ]
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             return list(pool.map(partial(chat_texts, self.api), bodies))
 

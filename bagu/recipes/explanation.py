@@ -57,9 +57,11 @@ class Explanation:
         train = self.run.train
         if not train.mesh.divides_model:
             return ModelPart(
-                parameters={EVERYWHERE: summary.trained}, root={EVERYWHERE: summary.outside_blocks},
-                layers=summary.model.num_layers, expert_layers=0,
-            )  # fmt: skip
+                parameters={EVERYWHERE: summary.trained},
+                root={EVERYWHERE: summary.outside_blocks},
+                layers=summary.model.num_layers,
+                expert_layers=0,
+            )
         model, lora = Transformer(summary.model, device="meta"), self.run.lora
         if lora is not None:
             add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)

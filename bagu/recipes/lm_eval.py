@@ -159,9 +159,11 @@ class BaguLM(LM):
         """The prompt and the sampling of a request. The harness's `do_sample: false` is temperature 0."""
         wanted: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
         ids, room = maybe_truncate(
-            self.model.encode(context) or self._prefix, max_gen_toks=wanted.pop("max_gen_toks"),
-            max_model_len=self.model.max_len, shrink_gen_toks=True,
-        )  # fmt: skip
+            self.model.encode(context) or self._prefix,
+            max_gen_toks=wanted.pop("max_gen_toks"),
+            max_model_len=self.model.max_len,
+            shrink_gen_toks=True,
+        )
         stop = tuple(text for text in wanted.pop("until") if text)
         sampled, temperature = wanted.pop("do_sample"), wanted.pop("temperature", 0.0)
         known = {name: wanted.pop(name) for name in SAMPLING if name in wanted}

@@ -62,9 +62,11 @@ class ModelReward:
     def _scores(self, sequences: Sequence[Tokens]) -> list[float]:
         device = self.model.embedding.weight.device
         batch = pack(
-            sequences, tokens=sum(len(s.ids) for s in sequences), max_segments=len(sequences),
+            sequences,
+            tokens=sum(len(s.ids) for s in sequences),
+            max_segments=len(sequences),
             context=self.model.config.max_len,
-        ).to(device)  # fmt: skip
+        ).to(device)
         hidden = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden
         last = batch.cu_seqlens[1 : len(sequences) + 1].long() - 1
         assert self.model.score is not None

@@ -55,6 +55,8 @@ def repository_main(
     on_gpu = named_device(loader.device).type == "cuda" and machine.gpus
     options = {name: value for name, value in server.items() if name != "served_model_name"}
     main(
-        folder, prepare=VersionEngines(loader=loader, engine=engine, generation_config=generation_config),
-        memory_bytes=machine.gpus[0].memory_bytes if on_gpu else machine.memory_bytes, **options,
-    )  # fmt: skip
+        folder,
+        prepare=VersionEngines(loader=loader, engine=engine, generation_config=generation_config),
+        memory_bytes=machine.gpus[0].memory_bytes if on_gpu else machine.memory_bytes,
+        **options,
+    )

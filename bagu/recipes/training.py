@@ -175,9 +175,7 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
 def _resolved(run: Run, device: torch.device) -> Run:
     """The run with explicit dtypes: if it is resumed on another machine, it must not change to the fast dtype there."""
     optimizer = run.train.optimizer.resolved(device)
-    return replace(
-        run, dtype=run.dtype or compute_dtype_name(device), train=replace(run.train, optimizer=optimizer)
-    )  # fmt: skip
+    return replace(run, dtype=run.dtype or compute_dtype_name(device), train=replace(run.train, optimizer=optimizer))
 
 
 def _check_offload(run: Run) -> None:

@@ -68,8 +68,9 @@ class UserReward:
             self._warned = True
             warnings.warn(
                 f"{self.name} {fault}; that sample has the reward {self.default:g}; further faults are only counted",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return Scored(reward=self.default, fault=fault)
 
 

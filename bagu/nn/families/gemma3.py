@@ -75,9 +75,7 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
             embedding=hf["hidden_size"] ** 0.5, attention=None if scalar == hf["head_dim"] else scalar**-0.5
         ),
     }
-    return ModelConfig(
-        **fields, layer_positions=some, windows=windows, qk_norm=True, qkv_bias=bias, out_bias=bias
-    )  # fmt: skip
+    return ModelConfig(**fields, layer_positions=some, windows=windows, qk_norm=True, qkv_bias=bias, out_bias=bias)
 
 
 def _read_ropes(hf: Mapping[str, Any]) -> dict[str, Rope]:

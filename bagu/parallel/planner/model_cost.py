@@ -127,9 +127,10 @@ def _layer(config: ModelConfig, moe: MoEConfig | None, count: int) -> LayerCost:
     attention, small = _attention(config)
     if moe is None:
         return LayerCost(
-            count=count, linears=(*attention, *_ffn(config, config.intermediate_size)),
+            count=count,
+            linears=(*attention, *_ffn(config, config.intermediate_size)),
             replicated=norms + small + _biases(config, None),
-        )  # fmt: skip
+        )
     shared = _ffn(config, moe.num_shared * moe.expert_size) if moe.num_shared else ()
     return LayerCost(
         count=count, linears=(*attention, *shared), experts=_ffn(config, moe.expert_size), moe=moe,

@@ -127,9 +127,7 @@ class ShardedParameters:
                 stop = start + math.ceil((end - start) / unit_align) * unit_align
                 members = tuple(range(first, len(self.slots)))
                 dtype = by_name[names[0]].dtype
-                unit = Unit(
-                    self.mesh, start=start, stop=stop, local=local, dtype=dtype, members=members, spread=spread
-                )  # fmt: skip
+                unit = Unit(self.mesh, start=start, stop=stop, local=local, dtype=dtype, members=members, spread=spread)
                 self.units.append(unit)
                 self._homes.append(block)
                 start, local = stop, local + unit.part_size
@@ -156,9 +154,7 @@ class ShardedParameters:
             low, high = max(slots[0].start, unit.low), min(end, unit.high)
             mine = tuple(s for s in slots if s.start < high and low < s.stop)
             if low < high:
-                pieces.append(
-                    Piece(role=role, dtype=unit.full.dtype, start=low, stop=high, slots=mine, unit=unit)
-                )  # fmt: skip
+                pieces.append(Piece(role=role, dtype=unit.full.dtype, start=low, stop=high, slots=mine, unit=unit))
         return pieces
 
     # --- the interface of FlatParameters ------------------------------------------------------------------------------

@@ -63,4 +63,4 @@ class Distillation(TeacherObjective[Batch]):
                 "loss_nats": "loss {:.3f} nats",
                 "val_divergence_nats": "validation {:.4f} nats",
             },
-        )  # fmt: skip
+        )

@@ -67,9 +67,11 @@ class TeacherObjective(Objective[BatchT]):
     @property
     def divergence_curve(self) -> Curve:
         return Curve(
-            title=DIVERGENCES[self.divergence], unit="nats per token", zero=True,
+            title=DIVERGENCES[self.divergence],
+            unit="nats per token",
+            zero=True,
             metrics={"divergence_nats": "training", "val_divergence_nats": "validation"},
-        )  # fmt: skip
+        )
 
     def teacher_loss(self, teacher: Transformer, cross_entropy: float | None) -> DistillationLoss:
         """The loss of this objective on a plain batch."""

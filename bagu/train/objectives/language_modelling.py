@@ -22,7 +22,9 @@ NEXT_TOKEN_DISPLAY = Display(
     curves=(
         Curve(title="Loss", unit="nats per token", metrics={"loss_nats": "training", "val_loss_nats": "validation"}),
         Curve(
-            title="Bits per byte", unit="bits per byte", references=True,
+            title="Bits per byte",
+            unit="bits per byte",
+            references=True,
             metrics={"bits_per_byte": "training", "val_bits_per_byte": "validation"},
         ),
     ),
@@ -36,7 +38,7 @@ NEXT_TOKEN_DISPLAY = Display(
         "bits_per_byte": "{:.3f} bits/byte",
         "val_bits_per_byte": "validation {:.3f} bits/byte",
     },
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

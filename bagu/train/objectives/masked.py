@@ -80,11 +80,13 @@ class MaskedLanguageModelling(TokenObjective):
         held_out = sum(b.num_targets for b in data.held_out(eval_batches))
         rows = [
             ("hidden, of the tokens that are not special", f"{100 * self.mask_rate:g} %"),
-            ("shown as the mask token, as a random one, as they are",
-             f"{100 * HIDDEN:.0f} %, {100 * RANDOM:.0f} %, {100 * (1 - HIDDEN - RANDOM):.0f} %"),
+            (
+                "shown as the mask token, as a random one, as they are",
+                f"{100 * HIDDEN:.0f} %, {100 * RANDOM:.0f} %, {100 * (1 - HIDDEN - RANDOM):.0f} %",
+            ),
             ("masked positions of the first step", f"{targets:,} of {tokens:,} tokens"),
             ("masked positions of the validation", f"{held_out:,}"),
-        ]  # fmt: skip
+        ]
         note = (
             "Losses are means over masked positions, in nats. They are not a code length of the text, so there are no "
             "bits per byte. Every step hides other positions, the validation the same ones each time."

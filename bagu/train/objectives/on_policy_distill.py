@@ -68,7 +68,7 @@ class OnPolicyDistillation(TeacherObjective[RolloutBatch], PromptObjective):
                 "length_tokens": "{:.0f} tokens",
                 "val_divergence_nats": "validation {:.4f} nats",
             },
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

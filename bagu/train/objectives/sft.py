@@ -55,7 +55,8 @@ def _store(corpus: ChatCorpus, part: Part, encoder: ChatEncoder) -> TokenStore:
     if corpus.config.renamed and part == "train":
         source["renamed"] = [corpus.config.renamed, RENAMING]
     return on_disk(
-        encoder.documents(corpus.conversations(part)), cache_folder() / "tokens",
+        encoder.documents(corpus.conversations(part)),
+        cache_folder() / "tokens",
         token_bytes=encoder.tokenizer.token_bytes,
         facts={"source": source, **encoder.token_facts},
-    )  # fmt: skip
+    )

@@ -52,12 +52,14 @@ def token_data(
         facts={
             name: {
                 **corpus.facts,
-                "train_documents": train[name].num_documents, "train_tokens": train[name].num_tokens,
-                "validation_documents": held[name].num_documents, "validation_tokens": held[name].num_tokens,
+                "train_documents": train[name].num_documents,
+                "train_tokens": train[name].num_tokens,
+                "validation_documents": held[name].num_documents,
+                "validation_tokens": held[name].num_tokens,
             }
             for name, corpus in corpora.items()
         },
-    )  # fmt: skip
+    )
 
 
 def _size(train: TokenStore, held: TokenStore) -> SourceSize:

@@ -11,9 +11,7 @@ import torch
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.fast_dtype import compute_dtype_name
 
-Kind = Literal[
-    "sgd", "momentum", "nesterov", "adagrad", "adadelta", "rmsprop", "adam", "adamw", "lion", "muon"
-]  # fmt: skip
+Kind = Literal["sgd", "momentum", "nesterov", "adagrad", "adadelta", "rmsprop", "adam", "adamw", "lion", "muon"]
 
 # The options of each kind besides the learning rate, with their defaults: torch's defaults for the older rules, and the
 # values of language-model training (GPT-3, Llama: betas 0.9, 0.95 and decay 0.1) for AdamW and the rules after it.

@@ -130,9 +130,11 @@ class PreferenceOptimization(PreferenceObjective):
         unit = {"dpo": "nats per pair", "simpo": "nats per pair", "ipo": "nats² per pair", "kto": "per answer"}
         both = {"preference_loss": "training", "val_preference_loss": "validation"}
         rewards = {
-            "chosen_reward_nats": "chosen", "rejected_reward_nats": "rejected",
-            "val_chosen_reward_nats": "chosen, validation", "val_rejected_reward_nats": "rejected, validation",
-        }  # fmt: skip
+            "chosen_reward_nats": "chosen",
+            "rejected_reward_nats": "rejected",
+            "val_chosen_reward_nats": "chosen, validation",
+            "val_rejected_reward_nats": "rejected, validation",
+        }
         return Display(
             curves=(
                 Curve(title="Loss", unit=unit[self.variant], metrics=both),
@@ -195,9 +197,10 @@ class PolicyPreferenceLoss(Loss[PreferenceBatch, PreferenceTotals]):
         if out.aux_loss is not None:
             loss = loss + out.aux_loss * (batch.num_tokens / totals.tokens)
         return MicroBatchLoss(
-            loss=loss, metrics={"loss": nll, **self._sums(model, values, sums, batch, totals)},
+            loss=loss,
+            metrics={"loss": nll, **self._sums(model, values, sums, batch, totals)},
             expert_load=out.expert_load,
-        )  # fmt: skip
+        )
 
     def _losses(self, values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """The loss of each pair or answer. `values` are log-ratios, their means (ipo) or mean logprobs (simpo)."""
@@ -258,14 +261,15 @@ class PolicyPreferenceLoss(Loss[PreferenceBatch, PreferenceTotals]):
 
         both = totals.chosen and totals.rejected
         values: Metrics = {
-            "preference_loss": sums["loss"], "accuracy_percent": 100 * sums["right"],
+            "preference_loss": sums["loss"],
+            "accuracy_percent": 100 * sums["right"],
             "margin_nats": sums["chosen"] - sums["rejected"] if both else None,
             "chosen_reward_nats": known("chosen", totals.chosen),
             "rejected_reward_nats": known("rejected", totals.rejected),
             "chosen_logprob_nats": known("chosen_logprob", totals.chosen),
             "rejected_logprob_nats": known("rejected_logprob", totals.rejected),
             "pairs" if self.objective.paired else "answers": totals.units,
-        }  # fmt: skip
+        }
         return values if self.objective.paired else {**values, "kl_nats": max(sums["kl"], 0.0)}
 
     def updated(self, metrics: Mapping[str, float | None]) -> None:

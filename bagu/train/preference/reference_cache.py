@@ -70,9 +70,7 @@ def _tokens_digest(found: PreferenceSet) -> str:
     return digest.hexdigest()
 
 
-def _computed(
-    found: PreferenceSet, rows: Sequence[np.ndarray], model: Transformer, config: DataConfig
-) -> np.ndarray:  # fmt: skip
+def _computed(found: PreferenceSet, rows: Sequence[np.ndarray], model: Transformer, config: DataConfig) -> np.ndarray:
     """One forward for each row; documents that are in no row have NaN."""
     reference = Reference(model, shared=has_lora(model))
     device = next(model.parameters()).device

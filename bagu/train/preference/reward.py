@@ -133,9 +133,11 @@ class RewardLoss(Loss[PreferenceBatch, PreferenceTotals]):
             loss = loss + out.aux_loss * (batch.num_tokens / totals.tokens)
         margin = (chosen - rejected).detach()
         sums = {
-            "nll": nll.detach(), "right": right_share(margin).sum() / totals.units,
-            "chosen": chosen.detach().sum() / totals.units, "rejected": rejected.detach().sum() / totals.units,
-        }  # fmt: skip
+            "nll": nll.detach(),
+            "right": right_share(margin).sum() / totals.units,
+            "chosen": chosen.detach().sum() / totals.units,
+            "rejected": rejected.detach().sum() / totals.units,
+        }
         return MicroBatchLoss(loss=loss, metrics=sums, expert_load=out.expert_load)
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PreferenceTotals) -> Metrics:
@@ -161,7 +163,7 @@ class RewardLoss(Loss[PreferenceBatch, PreferenceTotals]):
                 f"val_bin_{i}_pairs": found.pairs,
                 f"val_bin_{i}_confidence_percent": 100 * found.confidence if found.pairs else None,
                 f"val_bin_{i}_accuracy_percent": 100 * found.accuracy if found.pairs else None,
-            }  # fmt: skip
+            }
         return values
 
 

@@ -258,9 +258,7 @@ class RolloutLoader:
         tally = Tally()
         self.sampler.weights_changed()
         seeds = [_seed(self.config.seed, HELD_OUT, i) for i in range(len(chosen))]
-        drawn = self.sampler.sample(
-            [p.ids for p in chosen], n=1, max_tokens=self.config.max_tokens, seeds=seeds
-        )  # fmt: skip
+        drawn = self.sampler.sample([p.ids for p in chosen], n=1, max_tokens=self.config.max_tokens, seeds=seeds)
         tally.add(drawn, _scores(self.reward, chosen, drawn))
         metrics = tally.answer_metrics()
         answers = [_answer(chosen[c.prompt], c, number=c.prompt, reward=0.0) for c in drawn]

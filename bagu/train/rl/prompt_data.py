@@ -57,14 +57,16 @@ def prompt_data(
         shape=PackShape(
             tokens=data.rows * data.context, segments=config.prompts * config.samples, context=data.context
         ),
-    )  # fmt: skip
+    )
     facts = {
         name: {
-            **corpus.facts, "train_prompts": len(train[name][0]), "validation_prompts": len(held[name][0]),
+            **corpus.facts,
+            "train_prompts": len(train[name][0]),
+            "validation_prompts": len(held[name][0]),
             "prompts_too_long": train[name][1] + held[name][1],
         }
         for name, corpus in corpora.items()
-    }  # fmt: skip
+    }
     sizes = {name: _size(train[name][0], held[name][0]) for name in corpora}
     return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
 

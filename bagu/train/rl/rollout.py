@@ -102,11 +102,13 @@ class Rollout:
         columns = {name: _decoded(text, "<f4", lengths - starts) for name, text in state["columns"].items()}
         answers = tuple(
             Answer(
-                tokens=Tokens(ids=tuple(ids[i].tolist()), start=state["starts"][i]), prompt=state["prompts"][i],
-                reward=state["rewards"][i], columns={name: column[i] for name, column in columns.items()},
+                tokens=Tokens(ids=tuple(ids[i].tolist()), start=state["starts"][i]),
+                prompt=state["prompts"][i],
+                reward=state["rewards"][i],
+                columns={name: column[i] for name, column in columns.items()},
             )
             for i in range(len(lengths))
-        )  # fmt: skip
+        )
         return cls(number=state["number"], answers=answers, metrics=state["metrics"])
 
 
