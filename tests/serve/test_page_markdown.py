@@ -126,6 +126,9 @@ def test_endless_repetition_does_not_hang_the_page(modules: Any) -> None:
         time, ["x" + piece * (4000 // len(piece)) for piece in pieces] + [p * 3000 for p in pieces]
     )
     assert milliseconds < 20_000  # 0.7 s measured; trying all lengths, 1,000 backticks took 2 s, 500 took 0.35 s
+    # about 0.5 s each: where every beginning was followed by a search for its end, they took 7 to 30 s
+    for source in ("\\(" * 100_000, "**a " * 20_000, "[a](" * 20_000):
+        assert modules.evaluate(time, [source]) < 5000, source[:4]
 
 
 def test_markdown_case_by_case(modules: Any) -> None:

@@ -152,7 +152,7 @@ const INLINE = new RegExp(
   [
     /\\([\\`*_{}\])#+.!|~<>$-])/, // an escaped sign
     /(?<!`)(`+)(?!`)([^]*?[^`])\2(?!`)/, // code
-    /!?\[([^\]\n]*)\]\(\s*<?([^\s)>]*)>?(?:\s+"[^"\n]*")?\s*\)/, // a link or an image
+    /!?\[([^\]\n]{0,1000})\]\(\s*<?([^\s)>]{0,2000})>?(?:\s+"[^"\n]{0,1000}")?\s*\)/, // a link or an image
     /(https?:\/\/[^\s<>"'）。，]*[^\s<>"'.,;:!?)\]）。，*_`])/, // an address
     /(\*\*|~~|\*|_)(?=\S)/, // the beginning of emphasis
     /(\$\$?|\\[([])/, // the beginning of a formula, or "(" or "[" escaped
@@ -170,11 +170,12 @@ export function inline(text) {
   const plain = (end) => {
     text.slice(at, end).split("\n").forEach((line, n) => nodes.push(...(n ? [el("br")] : []), line));
   };
+  const unclosed = new Set(); // marks that nothing closes any more: each search for one would read all of the rest
   INLINE.lastIndex = 0;
   for (let found = INLINE.exec(text); found; found = INLINE.exec(text)) {
     const [whole, escaped, , code, label, target, url, mark, open] = found;
     const math = open ? formulaAt(text, found.index, open) : null;
-    const end = math?.end ?? (mark ? closing(text, found.index, mark) : found.index + whole.length);
+    const end = math?.end ?? (mark ? closing(text, found.index, mark, unclosed) : found.index + whole.length);
     if (end < 0) continue;
     plain(found.index);
     if (escaped) nodes.push(escaped);
@@ -190,7 +191,8 @@ export function inline(text) {
 }
 
 /** The end of the emphasis that begins at `start`, or -1. An underscore inside a word is a letter. */
-function closing(text, start, mark) {
+function closing(text, start, mark, unclosed) {
+  if (unclosed.has(mark)) return -1;
   const letter = /[\p{L}\p{N}]/u;
   if (mark[0] === "_" && letter.test(text[start - 1] ?? " ")) return -1;
   for (let at = text.indexOf(mark, start + mark.length + 1); at > 0; at = text.indexOf(mark, at + 1)) {
@@ -198,6 +200,7 @@ function closing(text, start, mark) {
     const longer = mark.length === 1 && (after === mark || text[at - 1] === mark);
     if (!/\s/.test(text[at - 1]) && !longer && !(mark[0] === "_" && letter.test(after))) return at + mark.length;
   }
+  unclosed.add(mark);
   return -1;
 }
 

@@ -9,13 +9,25 @@ const MOST_LINES = 100;
 const SENTENCE = /(?<![\\A-Za-z])[A-Za-z]{3,} +[A-Za-z]{2,}/; // two words: prose between two prices
 const NAMED = /\\(?:text\w*|mathrm|operatorname\*?|mbox|begin|end)\s*\{[^{}]*\}/g;
 
+let searched = { text: "", ends: {} }; // the last text, and by closing sign: the first after a place, or -1
+
+/** Where `close` stands at or after `from`, or -1. A text of openings only is searched once, not once for each. */
+function nextAt(text, from, close) {
+  if (searched.text !== text) searched = { text, ends: {} };
+  const known = searched.ends[close];
+  if (known && known.from <= from && (known.at < 0 || known.at >= from)) return known.at;
+  const at = text.indexOf(close, from);
+  searched.ends[close] = { from, at };
+  return at;
+}
+
 /** The formula that begins with `open` at `start`: its TeX and its end; null if there is none. */
 export function formulaAt(text, start, open) {
   const from = start + open.length;
   const close = CLOSING[open];
   const found = text.slice(from, from + LONGEST);
-  const length = open === "$" ? dollarEnd(text, start, found) : found.indexOf(close);
-  const tex = length > 0 ? found.slice(0, length) : "";
+  const length = open === "$" ? dollarEnd(text, start, found) : nextAt(text, from, close) - from;
+  const tex = length > 0 && length <= LONGEST ? found.slice(0, length) : "";
   if (!tex.trim() || /\n\s*\n/.test(tex)) return null;
   return { tex, display: open === "$$" || open === "\\[", end: from + length + close.length };
 }
