@@ -80,8 +80,15 @@ class ChatEncoder:
 
     def prompt(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """The ids of the messages and the generation prompt, after which the assistant's answer starts."""
-        safe = self._safe(variables)
-        return self._tokens(self.template.render(self._safe(messages), add_generation_prompt=True, **safe))[0]
+        return self.prompt_tokens(self.prompt_text(messages, **variables))
+
+    def prompt_text(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The text of `prompt`, with guards: a server looks at its length before it is encoded."""
+        return self.template.render(self._safe(messages), add_generation_prompt=True, **self._safe(variables))
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """The ids of a `prompt_text`."""
+        return self._tokens(text)[0]
 
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:

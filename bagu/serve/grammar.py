@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from bagu.errors import ArgumentError
+from bagu.serve.unicode import is_unicode, lone_escape
 
 __all__ = ["SPACING", "Grammar", "GrammarKind"]
 
@@ -49,6 +50,10 @@ class Grammar:
             raise ArgumentError(
                 f"grammar: the {self.kind} has {len(self.text)} characters", hint=f"at most {MAX_SIZE}: make it smaller"
             )
+        escapes = lone_escape(self.text) if self.kind in ("json_schema", "choice") else None
+        if escapes is not None or not is_unicode(self.text + (self.whitespace or "")):
+            hint = "it has a surrogate without its pair: send Unicode text"
+            raise ArgumentError(f"grammar: the {self.kind} is not UTF-8 text", hint=hint)
         if self.whitespace is not None and (not self.whitespace or not self.kind.startswith("json")):
             found = f"whitespace = {self.whitespace!r:.80} of kind {self.kind}"
             raise ArgumentError(f"grammar: {found}", hint="a regular expression, for json_object and json_schema")

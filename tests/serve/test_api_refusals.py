@@ -33,6 +33,16 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, b'{"prompt": "\xff"}', 400, "UTF-8"),
     (TEXT, b"[" * 100_000, 400, ""),
     (TEXT, b'{"prompt": "\\ud800"}', 400, "UTF-8"),
+    (TEXT, '{"prompt": "hi"}'.encode("utf-16"), 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "user": "\xed\xa0\x80"}', 400, "UTF-8"),  # the bytes of a surrogate
+    (TEXT, b'{"prompt": "a", "structured_outputs": {"regex": "a\xed\xa0\x80"}}', 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "structured_outputs": {"grammar": "start: \\"\xed\xa0\x80\\""}}', 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "structured_outputs": {"choice": ["\xed\xb0\x80"]}}', 400, "UTF-8"),
+    (TEXT, {"prompt": "a", "structured_outputs": {"json": '{"const": "\\ud800"}'}}, 400, "not UTF-8 text"),
+    ("/v1/responses", b'{"input": "a", "stream": true, "metadata": {"\xed\xa0\x80": "a"}}', 400, "UTF-8"),
+    (TEXT, b'{"prompt": "a", "x": 1e999}', 400, "too large for a number"),
+    (TEXT, b'{"prompt": "a", "x": [' + b"[]," * 40_000 + b"1]}", 400, "40002 objects and lists (at most 32768)"),
+    (TEXT, b'{"prompt": [' + b"1," * 600_000 + b"1]}", 400, "600000 values (at most 524288)"),
     (TEXT, b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
     (TEXT, b"x" * 10_000_000, 413, "bytes"),
     (TEXT, [], 400, "dictionary"),
@@ -45,7 +55,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": ["a", 1]}, 400, "a list of texts"),
     (TEXT, {"prompt": [5] * MAX_LEN}, 400, f"the prompt has {MAX_LEN} tokens (this"),
     (TEXT, {"prompt": "a" * 9000, "max_tokens": 1}, 400, str(MAX_LEN)),
-    (TEXT, {"prompt": "a" * 50_000}, 400, "the first 32768 of the text's 50000 characters are"),
+    (TEXT, {"prompt": "a" * 50_000}, 400, "the first 16384 of the text's 50000 characters are"),
     (TEXT, {"prompt": "a" * 7_000_000}, 400, "the text has 7000000 characters"),
     (TEXT, {"prompt": [[10**9]] * 2048, "n": 128}, 400, "262144 choices"),  # refused before a prompt is checked
     (TEXT, {"prompt": "a", "max_tokens": MAX_LEN}, 400, str(MAX_LEN)),
@@ -99,10 +109,25 @@ def test_the_deepest_body_is_served(tiny: Running) -> None:
     assert post(tiny, CHAT, nested(MAX_DEPTH)).status_code == 200
 
 
-def test_a_million_wrong_values_give_one_error() -> None:
-    """One error for each of them took forty seconds, which blocks the event loop."""
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [(r"\ud83d\ude42", True), (r"\uD83D\uDE42\u4f60", True), (r"\\ud800", True), ("[,{:" * 50_000, True),
+     (r"\\\ud800", False), (r"\ude42", False), (r"\ud83d\\\ude42", False), (r"\ud83d\ud83d\ude42", False),
+     (r"\ud83d\ude42\ude42", False)],
+)  # fmt: skip
+def test_only_a_surrogate_without_its_pair_is_refused(text: str, valid: bool) -> None:
+    raw = f'{{"prompt": "{text}"}}'.encode()
+    if valid:
+        assert parse(CompletionBody, raw).prompt == json.loads(raw)["prompt"]
+    else:
+        with pytest.raises(ApiError, match="not UTF-8 text: a surrogate without its pair"):
+            parse(CompletionBody, raw)
+
+
+def test_half_a_million_wrong_values_give_one_error() -> None:
+    """One error for each of them took twenty seconds, which blocks the event loop."""
     with pytest.raises(ApiError, match="token ids") as found:
-        parse(CompletionBody, b'{"prompt": [' + b",".join([b"-1"] * 1_000_000) + b"]}")
+        parse(CompletionBody, b'{"prompt": [' + b",".join([b"-1"] * 500_000) + b"]}")
     assert len(str(found.value)) < 1000
 
 

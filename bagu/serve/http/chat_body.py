@@ -16,7 +16,7 @@ from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
 from bagu.serve.http.pipe import Ready
 from bagu.serve.http.structured import grammar_of
-from bagu.serve.http.texts import render, tokens_left
+from bagu.serve.http.texts import check_chat_length, render, tokens_left
 from bagu.serve.http.tool_fields import ToolFields, tool_form
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
@@ -50,6 +50,9 @@ class ChatBody(ToolFields, Generation):
         self.check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", hint='add "logprobs": true')
+        check_chat_length(ready, "messages", self.messages)
+        check_chat_length(ready, "tools", self.tools)
+        check_chat_length(ready, "chat_template_kwargs", self.chat_template_kwargs)
         tools = self.chosen_tools()
         prompt = self.prompt_ids(ready)
         if not prompt:

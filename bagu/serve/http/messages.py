@@ -9,6 +9,7 @@ from pydantic import Field
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Body
+from bagu.serve.http.parse import check_json
 from bagu.serve.message.forms import ToolForm
 
 __all__ = ["Message", "arguments_object", "for_template"]
@@ -71,8 +72,8 @@ def _call(call: ToolCall, place: str, as_text: bool) -> dict[str, Any]:
 def arguments_object(text: str, param: str) -> dict[str, Any]:
     """The arguments of an earlier call. Raises 400 if they are not the text of a JSON object."""
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
+        arguments = json.loads(check_json(text.encode()))
+    except (ApiError, ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ApiError(400, f"{param} is not the text of a JSON object: {text!r:.80}", param=param)

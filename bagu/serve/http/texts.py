@@ -2,22 +2,28 @@
 
 Tokenizing costs what the client sends: 8 MB of text are about 3 million tokens and need 1.2 GB of memory. So a text
 that cannot fit the model's longest sequence is refused by its number of characters, or by the tokens of its beginning,
-before all of it is tokenized.
+before all of it is tokenized. For a chat, that text is everything that the template gets, before it is rendered, and
+then what the template made of it.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from pydantic import BaseModel
 
 from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pipe import Ready
 
-__all__ = ["SHORT", "as_list", "check_length", "check_tokens", "encode", "encode_all", "render", "tokens_left"]
+__all__ = [
+    "SHORT", "as_list", "check_chat_length", "check_length", "check_tokens", "encode", "encode_all", "render",
+    "tokens_left",
+]  # fmt: skip
 
 SHORT = 2**14  # characters or tokens that are accepted without a check: about a millisecond of work
-USUAL_CHARACTERS = 8  # per token; English has 4 to 5. For longer texts, the tokens of the beginning are counted first.
+USUAL_CHARACTERS = 8  # per token; English has 4 to 5. The tokens of longer texts are counted piece by piece first.
 
 
 def as_list(texts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
@@ -36,6 +42,7 @@ def encode_all(
         if not ids:
             raise ApiError(400, "the prompt is empty", param=param, hint="send at least one token")
         check_tokens(ids, ready, param)
+        tokens_left([ids], 0, ready.max_model_len, param)  # before the next text is tokenized
         found.append(ids)
     return found
 
@@ -63,11 +70,41 @@ def check_length(text: str, ready: Ready, param: str) -> None:
     if len(text) > longest * ready.longest_token:
         hint = f"this model's longest sequence is {longest} tokens, of at most {ready.longest_token} characters each"
         raise _too_long(f"the text has {len(text)} characters", param, hint)
-    head = text[: max(SHORT, longest * USUAL_CHARACTERS)]
-    count = len(ready.tokenizer.encode(head))
-    if count - ready.longest_token > longest:  # the cut may split one token of the text into several
-        message = f"the first {len(head)} of the text's {len(text)} characters are {count} tokens"
-        raise _too_long(message, param, f"this model's longest sequence is {longest} tokens")
+    count, piece = 0, max(SHORT, longest)
+    for end in range(piece, len(text) + piece, piece):
+        count += len(ready.tokenizer.encode(text[end - piece : end]))
+        if count - end // piece * ready.longest_token > longest:  # a cut may split one token of the text into several
+            message = f"the first {min(end, len(text))} of the text's {len(text)} characters are {count} tokens"
+            raise _too_long(message, param, f"this model's longest sequence is {longest} tokens")
+
+
+def check_chat_length(ready: Ready, param: str, *given: Any) -> None:
+    """`check_length` of all text in `given`, which goes to the chat template: messages, tools, variables."""
+    most, size, found = ready.max_model_len * ready.longest_token, 0, []
+    for text in _texts(given):
+        size += len(text)
+        found.append(text)
+        if size > max(most, SHORT):
+            break
+    check_length("\n".join(found), ready, param)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The strings and numbers in a value, with the keys of its objects and without the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, BaseModel):
+        yield from _texts(list(vars(value).values()))
+        yield from _texts(value.model_extra)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif value is not None:
+        yield str(value)
 
 
 def tokens_left(prompts: list[list[int]], max_tokens: int | None, longest: int, param: str) -> int:
@@ -91,16 +128,16 @@ def render(ready: Ready, messages: list[dict[str, Any]], variables: dict[str, An
         raise ApiError(400, f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
     roles = {"developer": ready.system_role}
     messages = [{**message, "role": roles.get(message["role"], message["role"])} for message in messages]
-    check_length("\n".join(message["content"] or "" for message in messages), ready, "messages")
-    if tools := variables.get("tools"):
-        check_length(json.dumps(tools), ready, "tools")
     try:
-        ids: list[int] = ready.chat.prompt(messages, **variables)
+        text = ready.chat.prompt_text(messages, **variables)
+        check_length(text, ready, "messages")  # a template may indent tools, or repeat a message
+        return ready.chat.prompt_tokens(text)
     except RecursionError as error:
         raise ApiError(400, "the messages are nested too deeply", param="messages") from error
+    except ApiError:
+        raise
     except BaguError as error:  # the template raised an error
         raise ApiError(400, str(error), param="messages", hint=error.hint) from error
-    return ids
 
 
 def _too_long(message: str, param: str, hint: str) -> ApiError:

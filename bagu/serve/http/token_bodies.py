@@ -11,7 +11,7 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import Body, ModelName, TokenId
 from bagu.serve.http.pipe import Ready
-from bagu.serve.http.texts import SHORT, check_tokens, encode, render
+from bagu.serve.http.texts import SHORT, check_chat_length, check_tokens, encode, render
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 
@@ -40,6 +40,7 @@ class TokenizeBody(Body):
         if self.add_special_tokens:
             hint = "leave it out: the chat template adds special tokens"
             raise ApiError(400, "add_special_tokens needs a prompt", param="add_special_tokens", hint=hint)
+        check_chat_length(ready, "messages", self.messages)
         return render(ready, for_template(self.messages or [], ready.tool_form), {})
 
 

@@ -50,7 +50,7 @@ class ResponsesBody(Body):
     unsupported: ClassVar[fields.Fields] = fields.RESPONSES
     model: ModelName | None = None
     input: Annotated[
-        Word | Annotated[list[dict[str, Any]], Field(min_length=1)],
+        Word | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)],
         Field(description="a text, or a list of items: messages, function calls, their outputs, reasoning"),
     ]
     instructions: str | None = None  # a system message before the conversation; not carried to later responses
