@@ -41,13 +41,17 @@ def rounded(x: torch.Tensor, dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "f
 
 
 def product(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """a[M, K] bᵀ[K, N] times both scales, of fp8 a and b."""
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """a[M, K] bᵀ[K, N] times both scales, plus bias[N], of fp8 a and b."""
     if a.is_cuda:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=True)
+        inside = bias if dtype.itemsize == 2 else None  # cuBLAS has no fp32 bias
+        y = torch._scaled_mm(a, b.t(), a_scale, b_scale, inside, out_dtype=dtype, use_fast_accum=True)
+        return y if bias is None or inside is not None else y + bias
     acc = accumulator(dtype)
-    return (a.to(acc) @ b.to(acc).t() * (a_scale * b_scale)).to(dtype)
+    y = a.to(acc) @ b.to(acc).t() * (a_scale * b_scale)
+    return (y if bias is None else y + bias.to(acc)).to(dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -58,8 +62,7 @@ class _Fp8Linear(torch.autograd.Function):
         q, t, scale = w
         x8 = rounded(x)
         ctx.save_for_backward(x8.t if ctx.needs_input_grad[1] else None, x8.scale, t, scale)
-        y = product(x8.q, x8.scale, q, scale, x.dtype)
-        return y if bias is None else y.add_(bias)
+        return product(x8.q, x8.scale, q, scale, x.dtype, bias)
 
     @staticmethod
     @once_differentiable
