@@ -14,25 +14,34 @@ lab = group("Labs: measure a textbook claim on this machine.")
 
 
 @lab.command("list")
-def lab_list() -> None:
-    """List every lab with its claim."""
+def lab_list(
+    theme: Annotated[str | None, Option(help="Only the labs of this theme.")] = None,
+    long: Annotated[bool, Option("--long", help="Claims in both languages, regime, what decides.")] = False,
+    missing: Annotated[bool, Option("--missing", help="Only labs without a full, current result in --out.")] = False,
+    out: LabResults = Path("labs"),
+) -> None:
+    """List every lab with its claim, by theme."""
     from rich.console import Console
 
     from bagu.lab.listing import list_labs
 
-    list_labs(Console())
+    list_labs(Console(highlight=False), theme=theme, long=long, missing=out if missing else None)
 
 
 @lab.command("run")
 def lab_run(
-    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The labs to run. Default: all.")] = None,
+    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The labs to run.")] = None,
+    every: Annotated[bool, Option("--all", help="Run every lab.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Skip labs whose current code has a result in --out.")] = False,
     out: LabResults = Path("labs"),
     quick: Annotated[bool, Option("--quick", help="Use smaller sizes: a few seconds per lab.")] = False,
 ) -> None:
     """Measure claims, plot the results and print whether each claim holds."""
     from bagu.lab.run import run_labs
 
-    raise typer.Exit(run_labs(names or (), out=out, quick=quick))
+    if every == bool(names):
+        raise typer.BadParameter("give the names of labs (`bagu lab list` has them), or --all")
+    raise typer.Exit(run_labs(names or (), out=out, quick=quick, resume=resume))
 
 
 @lab.command("report")

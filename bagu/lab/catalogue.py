@@ -1,11 +1,14 @@
-"""The labs: every module in the folder of a theme, which defines `LAB`."""
+"""The labs: every module in the folder of a theme, which defines `LAB`. Listing them imports none of them."""
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
+import re
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bagu.errors import BaguError, UnknownName
@@ -13,11 +16,14 @@ from bagu.lab.core import Lab
 
 HERE = Path(__file__).parent
 THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu")
+FRAME = {HERE / f"{name}.py" for name in ("core", "plot")}  # shared by all labs: no part of one lab's code
+START = "\nLAB = Lab("
+FORMATS = {"len": len, "map": map, "str": str, "max": max, "min": min}  # what the texts of labs call
 
 
 @cache
 def sources() -> dict[str, Path]:
-    """The file of every lab by its name: sorted by theme, then by name. Imports none of them."""
+    """The file of every lab by its name: sorted by theme, then by name."""
     found: dict[str, Path] = {}
     for theme in THEMES:
         files = [*(HERE / theme).glob("*.py"), *(HERE / theme).glob("*/__init__.py")]
@@ -27,7 +33,7 @@ def sources() -> dict[str, Path]:
 
 
 def names() -> list[str]:
-    """The names of all labs, sorted. Imports none of them."""
+    """The names of all labs, sorted."""
     return sorted(sources())
 
 
@@ -48,14 +54,72 @@ def load(name: str) -> Lab:
     return lab
 
 
-def words(name: str) -> dict[str, Any]:
-    """The literals in `LAB = Lab(...)` of a lab: its name, titles, claims, whether it needs a GPU.
+def words(name: str, *, whole: bool = True) -> dict[str, Any]:
+    """The texts in `LAB = Lab(...)` of a lab: its name, titles, claims, evidence, whether it needs a GPU; and, unless
+    `whole` is False, regime, varies and measures, which have constants of the module in them.
 
-    They are read from the source: listing labs must not import the code they measure, which takes seconds.
+    They are read from the source: importing the code that a lab measures takes seconds.
     """
-    file = sources()[name]
+    source = sources()[name].read_text(encoding="utf-8")
+    if START not in source:
+        raise BaguError(f"{sources()[name]} has no LAB", hint="define LAB = Lab(...) in the module")
+    (statement,) = ast.parse(source[source.index(START) :]).body
+    assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
+    skipped = ("run", "verdict", "plot")
+    found = {str(k.arg): k.value for k in statement.value.keywords if k.arg not in skipped}
+    plain: dict[str, Any] = {key: node.value for key, node in found.items() if isinstance(node, ast.Constant)}
+    if whole and len(plain) < len(found):
+        known = FORMATS | constants(sources()[name])
+        plain |= {key: _value(node, known) for key, node in found.items() if key not in plain}
+    return {"evidence": "counting", "needs_gpu": False} | plain
+
+
+@cache
+def constants(file: Path) -> dict[str, Any]:
+    """The constants at the top of a file that follow from literals; for a lab also those that it imports."""
+    known: dict[str, Any] = {}
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="LAB")], value=ast.Call(keywords=keywords)):
-                return {k.arg: k.value.value for k in keywords if k.arg and isinstance(k.value, ast.Constant)}
-    raise BaguError(f"{file} has no LAB", hint="define LAB = Lab(...) in the module")
+        if isinstance(statement, ast.ImportFrom):
+            module = _file(str(statement.module)) if file.is_relative_to(HERE) else None
+            if module is None:
+                continue
+            for alias in statement.names:
+                below = _file(f"{statement.module}.{alias.name}")
+                found = SimpleNamespace(**constants(below)) if below else constants(module).get(alias.name)
+                known |= {} if found is None else {alias.name: found}
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            try:
+                code = ast.Module([statement], [])
+                exec(compile(code, str(file), "exec"), {"__builtins__": FORMATS}, known)
+            except Exception:  # needs what the file imports: not a constant
+                continue
+    return known
+
+
+def _value(node: ast.expr, known: dict[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "LAB", "eval"), {"__builtins__": {}}, known)
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module of bagu."""
+    if not module.startswith("bagu."):
+        return None
+    path = HERE.parent.joinpath(*module.split(".")[1:])
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
+
+
+@cache
+def code_digest(name: str) -> str:
+    """A digest of the lab's files and of the labs' files that they import. A record with another one is stale."""
+    found: dict[str, str] = {}
+    todo = [*sources()[name].parent.glob("*.py")] if sources()[name].stem == "__init__" else [sources()[name]]
+    while todo:
+        file = todo.pop()
+        source = file.read_text(encoding="utf-8")
+        if str(file) not in found and file not in FRAME:
+            found[str(file)] = source
+            for module, imported in re.findall(r"^from (bagu\.lab[\w.]*) import ([^\n(]*)", source, flags=re.M):
+                modules = [module, *(f"{module}.{name.strip()}" for name in imported.split(","))]
+                todo += [file for file in map(_file, modules) if file is not None]
+    text = "\n".join(found[file] for file in sorted(found, key=lambda file: Path(file).relative_to(HERE).as_posix()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

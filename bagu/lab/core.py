@@ -2,7 +2,7 @@
 
     run(setting)   -> rows      measure with bagu's parts
     verdict(rows)  -> Verdict   decide from the numbers only, so that other numbers give another verdict
-    plot(fig, rows)             draw them on a matplotlib figure
+    plot(rows)     -> panels    declare what is drawn (plot.py)
 
 A row is a flat dict. A key of a quantity ends in its unit: `time_ns`, `traffic_bytes`, `broken_percent`.
 """
@@ -10,20 +10,20 @@ A row is a flat dict. A key of a quantity ends in its unit: `time_ns`, `traffic_
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from bagu.errors import BaguError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from bagu.lab.plot import Panel
 
 SCHEMA = "bagu.lab/1"
 
 Row = dict[str, str | int | float | bool | None]
-Kind = Literal["held", "did not hold", "holds only where"]
+Kind = Literal["held", "did not hold", "holds only where", "not decided"]
 T = TypeVar("T")
 
 
@@ -33,6 +33,50 @@ def number(row: Row, key: str) -> float:
     if not isinstance(value, int | float):
         raise BaguError(f"{key} is {value!r} in the row {row}", hint="the lab's run() must return a number here")
     return float(value)
+
+
+def where(rows: Sequence[Row], **equal: object) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if all(row.get(key) == value for key, value in equal.items())]
+
+
+def column(rows: Sequence[Row], key: str) -> list[float]:
+    return [number(row, key) for row in rows]
+
+
+def names_in(rows: Sequence[Row], key: str) -> list[str]:
+    """The different texts of a column, in the order of the rows."""
+    return list(dict.fromkeys(str(row[key]) for row in rows if row.get(key) is not None))
+
+
+def numbers_in(rows: Sequence[Row], key: str) -> list[float]:
+    """The different numbers of a column, sorted."""
+    return sorted({number(row, key) for row in rows if row.get(key) is not None})
+
+
+class Text(NamedTuple):
+    """A text in both languages."""
+
+    en: str
+    zh: str
+
+
+def say(en: str, zh: str, **values: object) -> Text:
+    """Both templates with the same values, each formatted once; a Text among them gives its own language."""
+    each = [{k: v[i] if isinstance(v, Text) else v for k, v in values.items()} for i in (0, 1)]
+    return Text(en.format(**each[0]), zh.format(**each[1]))
+
+
+def listed(parts: Iterable[Text | str], en: str = ", ", zh: str = "，") -> Text:
+    """The parts joined in each language."""
+    texts = [part if isinstance(part, Text) else Text(part, part) for part in parts]
+    return Text(en.join(t.en for t in texts), zh.join(t.zh for t in texts))
+
+
+def share_met(met: Iterable[bool]) -> Kind:
+    """The verdict of a claim of several parts: held if all are met, holds only where some are."""
+    found = list(met)
+    return "held" if all(found) else "holds only where" if any(found) else "did not hold"
 
 
 class Track(Protocol):
@@ -52,20 +96,47 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result of comparing the numbers with the claim."""
+    """The result of comparing the numbers with the claim. One that is not decided says what it would take. `size` is
+    that of the models it is about: parameters, steps, seeds."""
 
     kind: Kind
     sentence_en: str
     sentence_zh: str
+    takes_en: str = ""
+    takes_zh: str = ""
+    size: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise BaguError(f"a verdict must be one of {get_args(Kind)}, got {self.kind!r}")
+        if (self.kind == "not decided") != bool(self.takes_en and self.takes_zh):
+            raise BaguError("a verdict says what it would take if and only if it is not decided")
+
+    @classmethod
+    def say(cls, kind: Kind, en: str, zh: str, /, **values: object) -> Verdict:
+        """A verdict from the templates of its sentence, as in `say`."""
+        text = say(en, zh, **values) if values else Text(en, zh)
+        return cls(kind=kind, sentence_en=text.en, sentence_zh=text.zh)
+
+    def undecided(self, takes_en: str, takes_zh: str) -> Verdict:
+        """The same numbers without a decision."""
+        return replace(self, kind="not decided", takes_en=takes_en, takes_zh=takes_zh)
+
+    def of_size(self, size: str) -> Verdict:
+        return replace(self, size=size)
+
+
+Evidence = Literal["training", "model", "timing", "counting"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The texts of a lab. They are stored with each result, so that a report does not need the lab's code."""
+    """The texts of a lab. They are stored with each result, so that a report does not need the lab's code.
+
+    `evidence` is what decides: models that are trained and compared (a quick run cannot decide, and three seeds are the
+    least), what one trained model does (a quick run cannot decide), times (those of a loaded machine are marked), or
+    counts and exact arithmetic.
+    """
 
     name: str
     title_en: str
@@ -75,7 +146,10 @@ class Record:
     regime: str
     varies: str
     measures: str
-    needs_gpu: bool
+    evidence: Evidence = "counting"
+    needs_gpu: bool = False
+    published_en: str = ""  # a result at large scale to stand beside a toy's, with its source
+    published_zh: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +158,7 @@ class Lab(Record):
 
     run: Callable[[Setting], list[Row]]
     verdict: Callable[[Sequence[Row]], Verdict]
-    plot: Callable[[Figure, Sequence[Row]], None]
+    plot: Callable[[Sequence[Row]], Sequence[Panel]]
 
     def record(self) -> Record:
         return Record(**{field.name: getattr(self, field.name) for field in fields(Record)})
@@ -102,6 +176,8 @@ class Result:
     device: str
     quick: bool
     seconds: float
+    code: str = ""  # a digest of the lab's code; "" in a record from before there was one
+    load: float | None = None  # waiting processes a core when the run began; None if the system does not say
 
     def to_json(self) -> str:
         """Strict JSON: NaN or infinity in a row is a bug of the lab (use None for a missing number)."""

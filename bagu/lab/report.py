@@ -14,13 +14,16 @@ from pathlib import Path
 
 from bagu.config import write_atomic
 from bagu.errors import BaguError
+from bagu.lab import catalogue
 from bagu.lab.core import Result, Row
-from bagu.lab.plot import FAINT, FILES, INK
+from bagu.lab.draw import FILES
+from bagu.lab.plot import FAINT, INK
+from bagu.lab.run import loaded
 from bagu.machine.device import this_machine
 from bagu.runs.html import facts, grid
 
-CLASS = {"held": "held", "did not hold": "not", "holds only where": "only"}
-WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "只在某些条件下成立"}
+CLASS = {"held": "held", "did not hold": "not", "holds only where": "only", "not decided": "open"}
+WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "只在某些条件下成立", "not decided": "未定"}
 
 
 def write_report(out: Path) -> Path:
@@ -71,31 +74,42 @@ def render(results: Sequence[tuple[Result, Path]], *, machine: str) -> str:
 
 def article(result: Result, folder: Path) -> str:
     """One lab: claim, verdict, plot, description, and the numbers (collapsed)."""
-    lab, kind, e = result.lab, result.verdict.kind, escape
+    lab, verdict, kind, e = result.lab, result.verdict, result.verdict.kind, escape
     rows = f"<details><summary>{len(result.rows)} rows</summary>{table(result.rows)}</details>" if result.rows else ""
     machine = facts(result.environment.items())
     how = f"{'quick' if result.quick else 'full'} run on {result.device}, {result.seconds:.1f} s"
+    if loaded(result):
+        how += f", on a loaded machine ({result.load} waiting processes a core): times may be off"
+    stale = lab.name in catalogue.sources() and result.code != catalogue.code_digest(lab.name)
     words = facts(
         [
             ("regime", lab.regime),
             ("varies", lab.varies),
             ("measures", lab.measures),
+            *([("size", verdict.size)] if verdict.size else []),
             ("run", how),
-            ("commit", result.environment.get("commit")),
+            ("commit", f"{result.environment.get('commit')}{' (the lab has changed since)' if stale else ''}"),
         ]
     )
+    takes = pair(verdict.takes_en, verdict.takes_zh, "To decide: ", "要下结论：")
+    beside = pair(lab.published_en, lab.published_zh, "At large scale: ", "大规模的结果：")
     return f"""<article id="{e(lab.name)}">
 <h2>{e(lab.title_en)}<span lang="zh">{e(lab.title_zh)}</span></h2>
 <blockquote><p>{e(lab.claim_en)}</p><p lang="zh">{e(lab.claim_zh)}</p></blockquote>
 <div class="finding {CLASS[kind]}">
 <p class="verdict">{e(kind)} · <span lang="zh">{WORD_ZH[kind]}</span></p>
-<p>{e(result.verdict.sentence_en)}</p><p lang="zh">{e(result.verdict.sentence_zh)}</p>
+{pair(verdict.sentence_en, verdict.sentence_zh)}{takes}{beside}
 </div>
 {figure(result, folder)}
 {words}
 {rows}
 <details><summary>environment</summary>{machine}</details>
 </article>"""
+
+
+def pair(en: str, zh: str, before_en: str = "", before_zh: str = "") -> str:
+    """A text in both languages; nothing if there is none."""
+    return f'<p>{before_en}{escape(en)}</p><p lang="zh">{before_zh}{escape(zh)}</p>' if en else ""
 
 
 def badge(result: Result) -> str:

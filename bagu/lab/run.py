@@ -5,6 +5,7 @@ run_labs(names, out=..., quick=...)    run some or all; returns the exit status
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,18 +15,25 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bagu.config import write_atomic
-from bagu.lab import catalogue, plot
-from bagu.lab.core import Lab, Result, Setting, T
+from bagu.errors import BaguError
+from bagu.lab import catalogue, draw
+from bagu.lab.core import Lab, Result, Row, Setting, T, Verdict, numbers_in
+from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.environment import environment
 from bagu.runs.plain_progress import plain_progress
 from bagu.runs.record import ensure_folder
 
-COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow"}
+COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow", "not decided": "blue"}
+SEEDS = 3  # the fewest that decide where models are trained and compared
+LOADED = 1.5  # waiting processes a core: times of a machine with more are marked
 
 
-def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console | None = None) -> int:
+def run_labs(
+    names: Sequence[str], *, out: Path, quick: bool, resume: bool = False, console: Console | None = None
+) -> int:
     """Run the named labs, or all if `names` is empty. Returns 0 if each lab ran or was skipped because it needs a GPU.
+    With `resume`, labs with such a result (quick or full) from the same code are skipped.
 
     A verdict is not a failure. A lab that raises stops the run; earlier results are on disk.
     """
@@ -33,20 +41,73 @@ def run_labs(names: Sequence[str], *, out: Path, quick: bool, console: Console |
     labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name raises before any work
     machine, device = this_machine().name, default_device().type
     for lab in labs:
+        folder = out / machine / lab.name
+        if resume and is_current(folder / "result.json", lab.name, quick=quick):
+            continue
         console.print(f"\n[bold]{escape(lab.title_en)}[/] · {escape(lab.title_zh)}")
         console.print(f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”", style="dim")
         if lab.needs_gpu and device != "cuda":
             console.print("[yellow]skipped[/]: this lab needs a CUDA device")
             continue
-        folder = ensure_folder(out / machine / lab.name)
         result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
-        reason = store(lab, result, folder)
-        console.print(f"[{COLOUR[result.verdict.kind]}]{result.verdict.kind}[/]: {escape(result.verdict.sentence_en)}")
-        console.print(escape(result.verdict.sentence_zh))
+        reason = store(lab, result, ensure_folder(folder))
+        show(result, console)
         if reason is not None:
             console.print(f"[yellow]no plot[/]: {escape(reason)}")
         console.print(f"[dim]{len(result.rows)} rows in {result.seconds:.1f} s → {escape(str(folder))}[/]")
     return 0
+
+
+def show(result: Result, console: Console) -> None:
+    """Print the verdict in both languages, with its size, what it would take to decide, and whether times count."""
+    v = result.verdict
+    size = f" [dim]({v.size})[/]" if v.size else ""
+    console.print(f"[{COLOUR[v.kind]}]{v.kind}[/]{size}: {escape(v.sentence_en)}\n{escape(v.sentence_zh)}")
+    if v.takes_en:
+        console.print(f"To decide: {escape(v.takes_en)}\n要下结论：{escape(v.takes_zh)}")
+    if loaded(result):
+        console.print(f"[yellow]loaded[/]: {result.load:.1f} waiting processes a core when it began; times may be off")
+
+
+def is_current(path: Path, name: str, *, quick: bool) -> bool:
+    """Whether the result at `path` is from the code that the lab has now. A broken file is not."""
+    try:
+        result = Result.read(path) if path.exists() else None
+    except BaguError:  # a kill may have left it
+        return False
+    return result is not None and result.quick == quick and result.code == catalogue.code_digest(name)
+
+
+def loaded(result: Result) -> bool:
+    """Whether times decide this lab and other programs were using the machine."""
+    return result.lab.evidence == "timing" and (result.load or 0.0) > LOADED
+
+
+def judged(lab: Lab, rows: Sequence[Row], *, quick: bool) -> Verdict:
+    """The lab's verdict with the size it is of. Numbers that cannot decide leave it open: those of a quick run where
+    training matters, and those of fewer than SEEDS seeds where trained models are compared."""
+    seeds = len(numbers_in(rows, "seed")) or int(max(numbers_in(rows, "seeds"), default=1))
+    v = lab.verdict(rows).of_size(size_of(rows, seeds))
+    if v.kind == "not decided":
+        return v
+    if quick and lab.evidence in ("training", "model"):
+        return v.undecided(
+            f"a full run (bagu lab run {lab.name}): after so few steps the models have learned nothing.",
+            f"完整运行（bagu lab run {lab.name}）：步数太少，模型还什么都没有学到。",
+        )
+    if lab.evidence == "training" and seeds < SEEDS:
+        return v.undecided(f"{SEEDS} seeds or more; these are {seeds}.", f"至少 {SEEDS} 个种子；现在只有 {seeds} 个。")
+    return v
+
+
+def size_of(rows: Sequence[Row], seeds: int) -> str:
+    """Parameters, steps and seeds of the models that were trained, where the rows have them."""
+    found = []
+    for key in ("parameters", "steps"):
+        sizes = sorted({int(s) for s in numbers_in([r for r in rows if key in r], key)})
+        if sizes:
+            found.append(f"{sizes[0]:,}{f' to {sizes[-1]:,}' if len(sizes) > 1 else ''} {key}")
+    return ", ".join([*found, f"{seeds} seeds"] if found and seeds > 1 else found)
 
 
 def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Console) -> Result:
@@ -59,27 +120,29 @@ def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Consol
             else plain_progress(points, "points", console, prefix=f"{lab.name}: ")
         )
 
-    start = time.perf_counter()
+    start, load = time.perf_counter(), os.getloadavg()[0] / available_cores() if hasattr(os, "getloadavg") else None
     rows = lab.run(Setting(device=device, quick=quick, track=track))
     return Result(
         lab=lab.record(),
         rows=rows,
-        verdict=lab.verdict(rows),
+        verdict=judged(lab, rows, quick=quick),
         environment=environment(),
         machine=machine,
         device=device,
         quick=quick,
         seconds=round(time.perf_counter() - start, 3),
+        code=catalogue.code_digest(lab.name),
+        load=None if load is None else round(load, 2),
     )
 
 
 def store(lab: Lab, result: Result, folder: Path) -> str | None:
     """Write the result, then its plots. Returns the reason if the plots were not drawn, else None."""
     text = result.to_json()
-    for name in plot.FILES:  # an old plot would not match the new rows
+    for name in draw.FILES:  # an old plot would not match the new rows
         (folder / name).unlink(missing_ok=True)
     write_atomic(folder / "result.json", text)
-    return plot.draw(lab, result.rows, folder)
+    return draw.draw(lab.name, lab.plot(result.rows), folder)
 
 
 def _bar(points: Sequence[T], name: str, console: Console) -> Iterator[T]:

@@ -78,6 +78,7 @@ def step_rows(steps_ms: list[float], flops: float = 1e6) -> list[Row]:
         ([1.2, 1.9], 1e6, "held"),
         ([1.2, 3.0], 1e6, "holds only where"),
         ([9.0, 9.0], 1e6, "did not hold"),
+        ([0.2, 1.2], 1e6, "not decided"),  # five times the roofline: impossible
         ([2.5, 2.5], 2e9, "did not hold"),  # products take longer than reading
     ],
 )

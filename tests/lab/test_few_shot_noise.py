@@ -93,7 +93,7 @@ def test_few_shot_noise_flips() -> None:
 
 def test_a_score_at_chance_supports_nothing() -> None:
     able, guess = spread_row("a", 200, 2.0, 5.0), spread_row("b", 200, 0.0, 5.0, score=27.0)
-    assert few_shot_noise.verdict([guess]).kind == "did not hold"
+    assert few_shot_noise.verdict([guess]).kind == "not decided"
     both = few_shot_noise.verdict([able, guess])
     assert both.kind == "holds only where"
     assert "1 of 2 cases are at chance" in both.sentence_en

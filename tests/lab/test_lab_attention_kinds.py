@@ -44,9 +44,9 @@ def test_the_control_is_reported() -> None:
     assert "does not need the heads" not in lab.verdict(made_up({"fewer heads": 4.0})).sentence_en
 
 
-def test_inconclusive_seeds_do_not_count() -> None:
+def test_inconclusive_seeds_decide_nothing() -> None:
     noisy = lab.verdict(made_up({}, noise=2.0))
-    assert noisy.kind == "did not hold"
+    assert noisy.kind == "not decided" and "GQA, MQA, MLA" in noisy.takes_en
     assert noisy.sentence_en.count("(open)") == 3
 
 

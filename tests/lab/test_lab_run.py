@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from bagu.errors import BaguError, UnknownName
 from bagu.lab import catalogue, run
-from bagu.lab.core import SCHEMA, Kind, Lab, Result, Row, Setting
+from bagu.lab.core import SCHEMA, Kind, Lab, Result, Row, Setting, Verdict
 from bagu.lab.listing import list_labs
 from bagu.lab.report import write_report
 from bagu.lab.run import run_labs
@@ -83,6 +83,13 @@ def runnable() -> list[str]:
     return [name for name in catalogue.names() if torch.cuda.is_available() or not catalogue.load(name).needs_gpu]
 
 
+def check_pair(name: str, en: str, zh: str) -> None:
+    """A text is there in both languages or in neither, and each in its own."""
+    assert bool(en) == bool(zh), name
+    assert not any("\u4e00" <= letter <= "\u9fff" for letter in en), (name, en)
+    assert not zh or any("\u4e00" <= letter <= "\u9fff" for letter in zh), (name, zh)
+
+
 def test_without_names_every_runnable_lab_leaves_a_result(out: Path) -> None:
     assert sorted(folder.name for folder in (out / this_machine().name).iterdir()) == QUICKEST
 
@@ -100,7 +107,16 @@ def test_a_lab_runs_and_decides(tmp_path: Path, name: str) -> None:
     CHECKS.get(name, lambda rows: None)(result.rows)
     assert result.quick
     assert result.environment["torch"]
-    assert result.verdict == catalogue.load(name).verdict(result.rows)  # from the stored rows only
+    lab = catalogue.load(name)
+    assert result.verdict == run.judged(lab, result.rows, quick=True)  # from the stored rows only
+    if lab.evidence in ("training", "model"):  # a few steps decide nothing, and the size is said
+        assert result.verdict.kind == "not decided"
+        assert "steps" in result.verdict.size and "parameters" in result.verdict.size
+    assert result.code == catalogue.code_digest(name)
+    texts = {**vars(result.verdict), **vars(result.lab)}
+    assert not [key for key, text in texts.items() if "nan" in str(text).split()], "no number that is missing is said"
+    for key in (key.removesuffix("_en") for key in texts if key.endswith("_en")):
+        check_pair(key, texts[f"{key}_en"], texts[f"{key}_zh"])
     assert result.verdict.kind in EXPECTED.get(name, set(get_args(Kind)))
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "plot.svg").read_text(encoding="utf-8")
@@ -108,10 +124,11 @@ def test_a_lab_runs_and_decides(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", catalogue.names())
 def test_a_record_has_text_in_both_languages(name: str) -> None:
-    lab = catalogue.load(name)
-    assert all((lab.claim_en, lab.regime, lab.varies, lab.measures))
-    assert any("\u4e00" <= letter <= "\u9fff" for letter in lab.claim_zh)
-    assert not any("\u4e00" <= letter <= "\u9fff" for letter in lab.claim_en)
+    lab = vars(catalogue.load(name))
+    assert all(lab[key] for key in ("claim_en", "title_en", "regime", "varies", "measures"))
+    for key in (key.removesuffix("_en") for key in lab if key.endswith("_en")):
+        if key != "title":  # a title may be a name: FlashAttention
+            check_pair(key, lab[f"{key}_en"], lab[f"{key}_zh"])
 
 
 def test_the_report_has_every_result(out: Path) -> None:
@@ -128,11 +145,79 @@ def test_an_unknown_name_gives_a_hint_and_nothing_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_list_names_every_lab() -> None:
+def listed(**options: Any) -> list[str]:
     console = Console(file=io.StringIO(), width=80)
-    list_labs(console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(name in text for name in catalogue.names())
+    list_labs(console, **options)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_list_is_a_line_a_lab_by_theme() -> None:
+    lines = listed()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(catalogue.sources())
+    assert [line for line in lines if not line.startswith("  ")][:-1] == list(catalogue.THEMES)
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in listed(theme="gpu")[1:-1]] == [
+        name for name in catalogue.sources() if catalogue.theme_of(name) == "gpu"
+    ]
+    with pytest.raises(UnknownName, match="no theme 'gpus'"):
+        listed(theme="gpus")
+    whole = "\n".join(listed(long=True, theme="numerics"))
+    assert "注意力分数除以 √d" in whole and "Causal attention scores of normal q and k" in whole
+
+
+def test_missing_lists_labs_without_a_full_result_of_their_code(out: Path, tmp_path: Path) -> None:
+    result = Result.read(out / this_machine().name / "safe_softmax" / "result.json")
+    kept = tmp_path / "machine" / "safe_softmax" / "result.json"
+    kept.parent.mkdir(parents=True)
+    for change, missing in (({}, True), ({"quick": False}, False), ({"quick": False, "code": "old"}, True)):
+        kept.write_text(replace(result, **change).to_json(), encoding="utf-8")  # type: ignore[arg-type]
+        assert any("safe_softmax" in line for line in listed(missing=tmp_path)) == missing
+
+
+def test_a_run_resumes_after_a_kill(tmp_path: Path) -> None:
+    said = Console(file=io.StringIO())
+    assert run_labs(["safe_softmax"], out=tmp_path, quick=True, console=said) == 0
+    again = Console(file=io.StringIO(), width=80)
+    folder = tmp_path / this_machine().name
+    (folder / "tensor_parallel").mkdir()
+    (folder / "tensor_parallel" / "result.json").write_text("{")  # killed while it was written
+    names = ["safe_softmax", "tensor_parallel"]
+    assert run_labs(names, out=tmp_path, quick=True, resume=True, console=again) == 0
+    text = again.file.getvalue()  # type: ignore[attr-defined]
+    assert "Safe softmax" not in text and "Tensor or data parallelism" in text
+
+
+@pytest.mark.parametrize(("evidence", "seeds", "quick", "kind"), [
+    ("counting", 1, True, "held"), ("training", 3, False, "held"), ("training", 2, False, "not decided"),
+    ("training", 3, True, "not decided"), ("model", 1, False, "held"), ("model", 1, True, "not decided"),
+])  # fmt: skip
+def test_numbers_that_cannot_decide_leave_the_claim_open(evidence: Any, seeds: int, quick: bool, kind: str) -> None:
+    said = Verdict(kind="held", sentence_en="Yes.", sentence_zh="是。")
+    lab: Lab = replace(catalogue.load("safe_softmax"), evidence=evidence, verdict=lambda rows: said)
+    rows: list[Row] = [{"seed": seed, "steps": 7, "parameters": 1000} for seed in range(seeds)]
+    found = run.judged(lab, rows, quick=quick)
+    assert found.kind == kind and found.size.startswith("1,000 parameters, 7 steps")
+
+
+def test_times_of_a_loaded_machine_are_marked(out: Path) -> None:
+    result = Result.read(out / this_machine().name / "batch_latency" / "result.json")
+    for load, marked in ((0.2, False), (9.0, True)):
+        console = Console(file=io.StringIO(), width=80)
+        run.show(replace(result, load=load), console)
+        assert ("loaded" in console.file.getvalue()) == marked  # type: ignore[attr-defined]
+    assert not run.loaded(replace(result, load=9.0, lab=replace(result.lab, evidence="counting")))
+
+
+def test_another_code_has_another_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the lab's own file and of the labs' files that it imports."""
+    digests = {name: catalogue.code_digest(name) for name in ("queueing", "batch_latency", "safe_softmax")}
+    read = Path.read_text
+    changed = lambda path, **how: read(path, **how) + "#" * (path.name == "engine_load.py")  # noqa: E731
+    monkeypatch.setattr(Path, "read_text", changed)
+    catalogue.code_digest.cache_clear()
+    stale = {name for name, digest in digests.items() if catalogue.code_digest(name) != digest}
+    catalogue.code_digest.cache_clear()
+    assert stale == {"queueing", "batch_latency"}
 
 
 def unrunnable(setting: Setting) -> list:

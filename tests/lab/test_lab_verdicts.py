@@ -119,9 +119,11 @@ def test_fusion_variants_compute_the_op() -> None:
         torch.testing.assert_close((b.y, b.s), (y, s))
 
 
-def test_a_verdict_is_one_of_three() -> None:
+def test_a_verdict_is_one_of_four_and_an_open_one_says_what_it_takes() -> None:
     with pytest.raises(BaguError, match="maybe"):
         Verdict(kind="maybe", sentence_en="", sentence_zh="")  # type: ignore[arg-type]
+    with pytest.raises(BaguError, match="what it would take"):
+        Verdict(kind="not decided", sentence_en="?", sentence_zh="？")
 
 
 def launch_row(size: int, *, host: float, kernel: float, call: float) -> Row:
@@ -142,8 +144,5 @@ def test_launch_overhead_flips() -> None:
 
 
 def test_launch_overhead_draws() -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    launch_overhead.plot(figure, [launch_row(1 << i, host=20.0, kernel=i, call=21.0) for i in range(1, 20, 6)])
-    assert len(figure.axes[0].lines) == 3
+    (panel,) = launch_overhead.plot([launch_row(1 << i, host=20.0, kernel=i, call=21.0) for i in range(1, 20, 6)])
+    assert len(panel.marks) == 3

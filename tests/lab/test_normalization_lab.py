@@ -47,7 +47,7 @@ def test_normalization_flips() -> None:
     )
     assert normalization.verdict([raw, tokens, better, pmi]).kind == "held"
     assert normalization.verdict([raw, unclear, better, pmi]).kind == "holds only where"
-    assert normalization.verdict([raw, unclear, pmi]).kind == "did not hold"
+    assert normalization.verdict([raw, unclear, pmi]).kind == "not decided"
     for low, high, word in (
         (0.1, 0.3, "better"),
         (-0.3, -0.1, "worse"),

@@ -37,14 +37,11 @@ def test_shares_are_a_whole() -> None:
     assert abs(sum(number(row, what_limits.SHARE(group)) for group in what_limits.GROUPS) - 100) < 1e-9
 
 
-def test_limits_verdict() -> None:
-    def rows(compute: float) -> list[Row]:
-        first: Row = {"model": "m", "gpus": 8, "compute_percent": 95, "memory_percent": 2, "links_percent": 2}
-        last: Row = {"model": "m", "gpus": 64, "compute_percent": compute, "memory_percent": 0}
-        return [first | {"idle_percent": 1}, last | {"links_percent": 98 - compute, "idle_percent": 2}]
-
-    assert what_limits.verdict(rows(40)).kind == "held"
-    assert what_limits.verdict(rows(80)).kind == "did not hold"
+def shares(compute: float) -> list[Row]:
+    """On few GPUs, and on many, where computation has this share."""
+    first: Row = {"model": "m", "gpus": 8, "compute_percent": 95, "memory_percent": 2, "links_percent": 2}
+    last: Row = {"model": "m", "gpus": 64, "compute_percent": compute, "memory_percent": 0}
+    return [first | {"idle_percent": 1}, last | {"links_percent": 98 - compute, "idle_percent": 2}]
 
 
 def test_memory_of_a_real_forward_is_near_the_formula() -> None:

@@ -14,7 +14,6 @@ def check_rows(rows: Sequence[Row]) -> None:
     parameters = {r["algorithm"]: r["parameters"] for r in rows}
     assert parameters["PPO"] > 1.9 * parameters["GRPO"]  # type: ignore[operator]
     assert all(0 <= r["share"] <= 1 for r in rows)  # type: ignore[operator]  # the offsets are not in it
-    assert lab.verdict(rows).kind in ("held", "holds only where", "did not hold")
 
 
 def rows_of(task: str, ppo: float, grpo: float, scatter: float) -> list[Row]:
@@ -33,7 +32,7 @@ def test_the_verdict_needs_a_difference_above_its_interval_at_the_best_rates() -
     clear, unclear = rows_of("bandit", 0.8, 0.6, 0.01), rows_of("sequence", 0.8, 0.6, 0.5)
     assert lab.learned(clear, "bandit", "PPO")[0] == 0.01
     assert lab.verdict(clear).kind == "held"
-    assert lab.verdict(unclear).kind == "did not hold"
+    assert lab.verdict(unclear).kind == "not decided"
     both = lab.verdict(clear + unclear)
     assert both.kind == "holds only where"
     assert "bandit: PPO +0.200 ± 0.025" in both.sentence_en and "2.0 times the parameters" in both.sentence_en

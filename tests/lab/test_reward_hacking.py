@@ -30,7 +30,6 @@ def check_rows(rows: Sequence[Row]) -> None:
     before = [[r for r in rows if r["part"] == "before" and r["reward"] == reward] for reward in lab.REWARDS]
     same = ("start", "seed", "loose_percent", "strict_percent", "characters")
     assert [[r[k] for k in same] for r in before[0]] == [[r[k] for k in same] for r in before[1]]
-    assert lab.verdict(rows).kind in ("held", "holds only where", "did not hold")
 
 
 def ends(start: str, reward: str, *, loose: float, strict: float, scatter: float = 1.0) -> list[Row]:

@@ -17,19 +17,16 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS, INK, log_ticks
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Bars, Line, Panel, Rule
+from bagu.nn import Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CRITICAL, POWER_Z = 1.96, 0.8416  # two-sided 5 %, and 80 % power
 LOOKS = 20
@@ -39,10 +36,7 @@ LONGEST = 64  # output tokens of a request, 1 to this many
 
 def latencies(count: int, device: str) -> list[float]:
     """Seconds from submission to the last token of `count` requests of different lengths, one after the other."""
-    config = ModelConfig(
-        vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128,
-        max_len=256,
-    )  # fmt: skip
+    config = tiny(512, 64, heads=4, kv_heads=2, ffn=128, max_len=256)
     model = init_weights(Transformer(config, dtype=torch.float32, device=device), 0)
     engine = Engine(model, None, EngineConfig(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=256))
     rng, found = random.Random(0), []
@@ -132,20 +126,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(kind=kind, sentence_en=en, sentence_zh=zh)
 
 
-def plot(figure: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     same, *others = rows
-    left, right = figure.subplots(1, 2)
-    left.plot(
-        [number(r, "difference_percent") for r in others], [number(r, "requests") for r in others], "o-",
-        color=COLOURS[0],
-    )  # fmt: skip
-    left.set(xscale="log", yscale="log", xlabel="difference, %", ylabel="requests of each version, for 80 % power")
-    log_ticks(left.xaxis)
-    log_ticks(left.yaxis)
     shares = [number(same, "found_fixed_percent"), number(same, "found_peeking_percent")]
-    right.bar(["one look", f"{LOOKS} looks"], shares, color=COLOURS[:2])
-    right.axhline(5, color=INK, linewidth=1, linestyle=":")
-    right.set(ylabel="false alarms, % of the tests")
+    looks = ("one look", f"{LOOKS} looks")
+    needed = Line.of(others, "difference_percent", "requests")
+    return [
+        Panel([needed], "Requests", "difference, %", "requests of each version, for 80 % power", "log", "log"),
+        Panel([Bars(shares, colour="each"), Rule(5)], "No difference", y="false alarms, % of the tests", xnames=looks),
+    ]
 
 
 LAB = Lab(
@@ -160,7 +149,6 @@ LAB = Lab(
     regime="latencies of real requests with 1 to 64 prompt and output tokens; two versions, means compared",
     varies="the difference between the versions; one look or twenty",
     measures="the share of tests that report a difference",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

@@ -17,7 +17,6 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bagu.data import Document
 from bagu.data.split import place
@@ -27,13 +26,9 @@ from bagu.eval.intervals import Estimate, compare, estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.parts.library_models import Library, new_model, on_engine, read_library, train
-from bagu.lab.plot import COLOURS, INK
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number, where
+from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, on_engine, read_library, sized, train
+from bagu.lab.plot import Bars, Line, Mark, Panel, Rule
 
 VERBATIM, EDITED, CONTROL = "verbatim", "edited", "control"
 COPIES = (1, 4, 16)
@@ -124,7 +119,9 @@ def run(setting: Setting) -> list[Row]:
         for k in (False, True)
     )
     seen = set(check_contamination(items, (d.text for d in planted)).found)
-    return [row(group, clean, raised, seen, len(seeds)) for group in dealt]
+    rows = [row(group, clean, raised, seen, len(seeds)) for group in dealt]
+    steps = int(library.store(planted).lengths.sum()) // STEP_TOKENS
+    return sized(rows, new_model(width=WIDTH, seed=1, device="cpu"), steps)
 
 
 def row(group: Group, clean: dict[str, float], raised: dict[str, float], seen: set[str], seeds: int) -> Row:
@@ -197,47 +194,29 @@ def change(r: Row) -> str:
     return f"{number(r, 'rise_points'):+.0f} ({low:+.0f} to {high:+.0f})"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2, sharex=True)
-    plot_rises(left, rows)
-    plot_found(right, rows)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-
-
-def plot_rises(axes: Axes, rows: Sequence[Row]) -> None:
-    control = next(r for r in rows if r["form"] == CONTROL)
-    low, high = number(control, "rise_low_points"), number(control, "rise_high_points")
-    axes.axhspan(low, high, color=COLOURS[2], alpha=0.15, lw=0)
-    axes.axhline(number(control, "rise_points"), color=COLOURS[2], ls=":", label="control: not in the training text")
-    axes.axhline(0, color=INK, lw=0.8)
-    for i, (form, marker) in enumerate(((VERBATIM, "o"), (EDITED, "s"))):
-        own = [r for r in rows if r["form"] == form]
-        x = [COPIES.index(int(number(r, "copies"))) + 0.06 * (2 * i - 1) for r in own]
-        y = [number(r, "rise_points") for r in own]
-        below = [number(r, "rise_points") - number(r, "rise_low_points") for r in own]
-        above = [number(r, "rise_high_points") - number(r, "rise_points") for r in own]
-        axes.errorbar(x, y, (below, above), marker=marker, color=COLOURS[i], capsize=3, label=form)
-    axes.set_xticks(range(len(COPIES)), [str(n) for n in COPIES])
-    axes.set(
-        xlabel="copies in the training text",
-        ylabel="rise of the score, points",
-        title="Rise of the score, with 95 % intervals",
-    )
-
-
-def plot_found(axes: Axes, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    control = where(rows, form=CONTROL)[0]
+    wrong, ends = number(control, "found_percent"), ("rise_low_points", "rise_high_points")
+    low, high = (number(control, key) for key in ends)
+    rises: list[Mark] = [
+        Rule(low, upto=high, colour=2),
+        Rule(number(control, "rise_points"), "control: not in the training text", colour=2),
+        Rule(0, style="-"),
+    ]
+    found: list[Mark] = [Rule(wrong, colour=2)]
     for i, form in enumerate((VERBATIM, EDITED)):
-        own = [r for r in rows if r["form"] == form]
-        x = [COPIES.index(int(number(r, "copies"))) + 0.4 * (i - 0.5) for r in own]
-        y = [number(r, "found_percent") for r in own]
-        axes.bar(x, y, 0.36, color=COLOURS[i])
-        for at, value in zip(x, y, strict=True):
-            axes.annotate(f"{value:.0f}", (at, value), (0, 2), textcoords="offset points", ha="center", fontsize=8)
-    wrong = number(next(r for r in rows if r["form"] == CONTROL), "found_percent")
-    axes.axhline(wrong, color=COLOURS[2], ls=":")
-    axes.set(xlabel="copies in the training text", ylabel="items found, %", ylim=(0, 112))
-    axes.set_title(f"Found by the {WORDS}-gram check (control: {wrong:.0f} %)")
-    axes.grid(False, axis="x")
+        own = {int(number(r, "copies")): r for r in where(rows, form=form)}
+        x = [COPIES.index(n) + 0.06 * (2 * i - 1) for n in own]
+        spans = [(number(r, ends[0]), number(r, ends[1])) for r in own.values()]
+        rises.append(Line(x, column([*own.values()], "rise_points"), form, "os"[i] + "-", i, spans))
+        shares = [number(own[n], "found_percent") if n in own else None for n in COPIES]
+        found.append(Bars(shares, form, i, text="{:.0f}"))
+    copies, what = "copies in the training text", f"Found by the {WORDS}-gram check (control: {wrong:.0f} %)"
+    names = [str(n) for n in COPIES]
+    return [
+        Panel(rises, "Rise of the score, with 95 % intervals", copies, "points", xnames=names, legend="below"),
+        Panel(found, what, copies, "items found, %", ylim=(0, 112), xnames=names, legend="below"),
+    ]
 
 
 LAB = Lab(
@@ -253,7 +232,7 @@ LAB = Lab(
     measures="Paired difference of the score between a model trained with and one trained without the copies, with a "
     f"bootstrap interval over files and a p-value; percentage of items that the {WORDS}-gram check finds; the same for "
     "a control group.",
-    needs_gpu=False,
+    evidence="training",
     run=run,
     verdict=verdict,
     plot=plot,

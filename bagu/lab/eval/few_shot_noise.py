@@ -15,14 +15,13 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bagu.eval.choice import score_choices
 from bagu.eval.intervals import compare, estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.library import in_fair_order
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.library_models import (
     CONTEXT,
     STEP_TOKENS,
@@ -30,15 +29,12 @@ from bagu.lab.parts.library_models import (
     new_model,
     on_engine,
     read_library,
+    sized,
     train,
 )
 from bagu.lab.parts.next_line import next_line
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.plot import INK, Band, Line, Mark, Panel, Rule
 from bagu.recipes.eval_models import EngineModel
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 WORDS = ("return", "else", "except", "def")  # indentation and the line before decide which
 BEFORE, PER_FILE = 100, 3  # characters before a keyword, items of a file and keyword at most
@@ -143,7 +139,7 @@ def run(setting: Setting) -> list[Row]:
         scores, zero = found[q.task.name, shots, moved], found[q.task.name, 0, ""][0]
         rows += [spread(q, shots, moved, scores, n) for n in sorted({min(n, len(q.asked)) for n in sizes})]
         rows += [score(q, shots, moved, draw, values, zero) for draw, values in enumerate(scores)]
-    return rows
+    return sized(rows, model, steps)
 
 
 def score(q: Questions, shots: int, moved: str, draw: int, values: Sequence[float], zero: Sequence[float]) -> Row:
@@ -218,13 +214,19 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     ]
     items = {str(row["task"]): row["items"] for row in cases}
     asked = " and ".join(dict.fromkeys(f"{n}" for n in items.values()))
-    return Verdict(
+    decided = Verdict(
         kind=kind,
         sentence_en=f"With {asked} items; {weak} of {len(able)} cases are at chance and decide nothing. "
         f"{'; '.join(en)}.",
         sentence_zh=f"共 {asked.replace(' and ', ' 和 ')} 题；{len(able)} 种情形中有 {weak} 种处于随机水平，"
         f"不能说明问题。{'；'.join(zh)}。",
     )
+    if not any(able):
+        return decided.undecided(
+            "a model that answers above chance: more training, or an easier task.",
+            "需要得分高于随机的模型：训练更久，或换更容易的任务。",
+        )
+    return decided
 
 
 def largest(rows: Sequence[Row]) -> list[Row]:
@@ -235,55 +237,41 @@ def largest(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2, width_ratios=(3, 2))
-    plot_scores(left, rows)
-    plot_spreads(right, rows)
-
-
-def plot_scores(axes: Axes, rows: Sequence[Row]) -> None:
-    """Every score as a dot; the bar is the interval around the mean."""
-    cases, ticks = largest(rows), []
-    tasks = list(dict.fromkeys(row["task"] for row in cases))
-    for place, case in enumerate(cases):
-        key = tuple(case[k] for k in ("task", "shots", "moved"))
-        own = [r for r in rows if r["part"] == "score" and (r["task"], r["shots"], r["moved"]) == key]
-        colour = COLOURS[tasks.index(case["task"])]
-        mean, half = number(case, "score_percent"), number(case, "interval_points")
-        axes.bar(place, 2 * half, 0.7, mean - half, color=colour, alpha=0.2, label="95 % interval of one score")
-        offsets = [place + 0.5 * ((i + 0.5) / len(own) - 0.5) for i in range(len(own))]
-        axes.plot(offsets, [number(r, "score_percent") for r in own], "o", color=colour, label="one draw")
-        zero = number(own[0], "zero_shot_percent")
-        axes.plot([place - 0.35, place + 0.35], [zero, zero], "--", color=INK, lw=1, label="zero-shot")
-        ticks.append(f"{case['task']}\n{case['shots']}-shot\n{case['moved']}")
-    axes.set_xticks(range(len(cases)), ticks)
-    axes.axhline(CHANCE, color=INK, lw=0.8, ls=":", label="chance")
-    axes.grid(False, axis="x")
-    axes.set(ylabel="score, %", title="Scores with other examples, and in another order")
-    handles, labels = axes.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axes.figure.legend(list(unique.values()), list(unique), loc="outside lower left", ncols=4)
-
-
-def plot_spreads(axes: Axes, rows: Sequence[Row]) -> None:
-    """The spread relative to the interval, by the number of items."""
-    spreads = [row for row in rows if row["part"] == "spread"]
-    tasks = list(dict.fromkeys(row["task"] for row in spreads))
-    styles = {EXAMPLES: "-o", ORDER: ":s"}
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    """Every score as a dot on the interval around the mean; and the spread relative to the interval, by items."""
+    cases, spreads = largest(rows), where(rows, part="spread")
+    tasks, names = names_in(cases, "task"), []
+    marks: list[Mark] = [Rule(CHANCE, "chance")]
+    for at, case in enumerate(cases):
+        own = where(rows, part="score", **{k: case[k] for k in ("task", "shots", "moved")})
+        colour, mean, half = (
+            tasks.index(str(case["task"])),
+            number(case, "score_percent"),
+            number(case, "interval_points"),
+        )
+        x = [at + 0.5 * ((i + 0.5) / len(own) - 0.5) for i in range(len(own))]
+        zero, ends = number(own[0], "zero_shot_percent"), [at - 0.35, at + 0.35]
+        marks += [
+            Band(ends, [mean - half] * 2, [mean + half] * 2, colour),
+            Line(x, column(own, "score_percent"), "one draw", "o", colour),
+            Line(ends, [zero, zero], "zero-shot", "--", INK),
+        ]
+        names.append(f"{case['task']}\n{case['shots']}-shot\n{case['moved']}")
+    lines: list[Mark] = [Rule(100, style="-")]
     for task, shots, moved in dict.fromkeys((r["task"], r["shots"], r["moved"]) for r in spreads):
-        own = [
-            r for r in spreads
-            if (r["task"], r["shots"], r["moved"]) == (task, shots, moved) and r["interval_points"]
-        ]  # fmt: skip
-        x = [number(r, "items") for r in own]
-        y = [100 * number(r, "spread_points") / number(r, "interval_points") for r in own]
-        axes.plot(
-            x, y, styles[str(moved)], color=COLOURS[tasks.index(task)], alpha=0.5 if shots == min(SHOTS) else 1,
-            label=f"{task}, {shots}-shot, {moved}",
-        )  # fmt: skip
-    axes.axhline(100, color=INK, lw=0.8)
-    axes.set(xlabel="items", ylabel="spread, % of the interval", title="Against the interval", ylim=(0, None))
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        some = [r for r in where(spreads, task=task, shots=shots, moved=moved) if r["interval_points"]]
+        style, alpha = "o-" if moved == EXAMPLES else "s:", 0.5 if shots == min(SHOTS) else 1.0
+        label, colour = f"{task}, {shots}-shot, {moved}", tasks.index(str(task))
+        lines.append(Line.of(some, "items", relative_spread, label, style, colour, alpha=alpha))
+    title = "Other examples, and another order (shaded: interval of one score)"
+    return [
+        Panel(marks, title, y="score, %", xnames=names, width=1.5, legend="below"),
+        Panel(lines, "Against the interval", "items", "spread, % of the interval", ylim=(0, None)),
+    ]
+
+
+def relative_spread(row: Row) -> float:
+    return 100 * number(row, "spread_points") / number(row, "interval_points")
 
 
 LAB = Lab(
@@ -300,7 +288,7 @@ LAB = Lab(
     f"({DRAWS} orders), the number of items.",
     measures="1.96 standard deviations of the score over draws, against half the width of the bootstrap interval over "
     f"files of one score; the percentage of pairs of draws that a paired test calls different (p < {LEVEL}).",
-    needs_gpu=False,
+    evidence="model",
     run=run,
     verdict=verdict,
     plot=plot,

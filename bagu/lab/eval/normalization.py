@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from bagu.eval.intervals import estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.library_models import (
     CONTEXT,
     STEP_TOKENS,
@@ -38,13 +37,9 @@ from bagu.lab.parts.library_models import (
     train,
 )
 from bagu.lab.parts.next_line import next_line
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.nn import Transformer
 from bagu.train.cross_entropy import held_out_loss
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NORMALIZATIONS = ("raw", "tokens", "characters", "pmi")
 BY_LENGTH = ("tokens", "characters")
@@ -64,6 +59,7 @@ class Scored:
     """A model's loss, and per task and normalisation whether each item is answered correctly."""
 
     width: int
+    parameters: int
     steps: int
     loss_nats: float
     correct: dict[str, dict[str, list[float]]]
@@ -85,7 +81,8 @@ def run(setting: Setting) -> list[Row]:
         model = trained(width)[checkpoints.index(steps)]
         loss = held_out(model, library, batches=2 if quick else 20)
         correct = {task.name: answers(model, library, task, items[task.name]) for task in tasks}
-        found.append(Scored(width=width, steps=steps, loss_nats=loss, correct=correct))
+        parameters = sum(p.numel() for p in model.parameters())
+        found.append(Scored(width=width, parameters=parameters, steps=steps, loss_nats=loss, correct=correct))
     clusters = {name: [item.cluster for item in own] for name, own in items.items()}
     return [row for name in items for row in (*model_rows(found, name, clusters[name]), *ranks(found, name, clusters))]
 
@@ -113,6 +110,8 @@ def model_rows(models: Sequence[Scored], task: str, clusters: Sequence[Hashable]
                 "task": task,
                 "normalization": name,
                 "width": model.width,
+                "parameters": model.parameters,
+                "steps": model.steps,
                 "tokens": model.steps * STEP_TOKENS,
                 "loss_nats": model.loss_nats,
                 "score_percent": 100 * found.mean,
@@ -167,8 +166,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     """Held if per token and per character rank better than raw on every task, by the interval of the difference; did
     not hold if neither does on any."""
     found = [row for row in rows if row["part"] == "rank"]
-    decided = [decision(row) for row in found if row["normalization"] in BY_LENGTH]
-    better = [d == "better" for d in decided]
+    decided_each = [decision(row) for row in found if row["normalization"] in BY_LENGTH]
+    better = [d == "better" for d in decided_each]
     kind: Kind = "held" if all(better) else "holds only where" if any(better) else "did not hold"
     en, zh = [], []
     for task in dict.fromkeys(str(row["task"]) for row in found):
@@ -185,7 +184,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     first = found[0]
     scores = [row for row in rows if row["part"] == "model"]
     above = sum(number(row, "low_percent") > CHANCE for row in scores)
-    return Verdict(
+    decided = Verdict(
         kind=kind,
         sentence_en=f"{above} of {len(scores)} scores are above chance; a ranking by the others is noise. "
         f"Kendall's tau between the held-out loss and the score of {first['models']} models, with 95 % "
@@ -193,6 +192,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         sentence_zh=f"{len(scores)} 个得分中有 {above} 个高于随机水平，其余的排名只是噪声。"
         f"{first['models']} 个模型的留出损失与得分之间的 Kendall τ，附 95 % 区间。{'。'.join(zh)}。",
     )
+    if kind == "did not hold" and "not decided" in decided_each:
+        return decided.undecided(
+            "more items or models, until the interval of the difference leaves 0.",
+            "更多题目或模型，直到差值的区间不再包含 0。",
+        )
+    return decided
 
 
 def decision(row: Row) -> str:
@@ -215,41 +220,25 @@ def difference(row: Row) -> str:
     return f"{number(row, 'over_raw'):+.2f}, {number(row, 'over_raw_low'):+.2f} to {number(row, 'over_raw_high'):+.2f}"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    tasks = list(dict.fromkeys(str(row["task"]) for row in rows))
-    *panels, right = fig.subplots(1, len(tasks) + 1)
-    for axes, task in zip(panels, tasks, strict=True):
-        plot_scores(axes, [row for row in rows if row["part"] == "model" and row["task"] == task])
-        axes.set_title(task)
-    panels[0].set_ylabel("score, %")
-    panels[0].legend()
-    plot_ranks(right, [row for row in rows if row["part"] == "rank"], tasks)
-
-
-def plot_scores(axes: Axes, rows: Sequence[Row]) -> None:
-    for name, colour, marker in zip(NORMALIZATIONS, COLOURS, "os^D", strict=False):
-        own = sorted((r for r in rows if r["normalization"] == name), key=lambda r: number(r, "loss_nats"))
-        x, y = ([number(r, key) for r in own] for key in ("loss_nats", "score_percent"))
-        axes.plot(x, y, marker=marker, color=colour, lw=1, label=name)
-    axes.axhline(CHANCE, color=INK, lw=0.8, ls=":")
-    axes.invert_xaxis()
-    axes.set(xlabel="held-out loss, nats per token")
-
-
-def plot_ranks(axes: Axes, rows: Sequence[Row], tasks: Sequence[str]) -> None:
-    for row in rows:
-        place = NORMALIZATIONS.index(str(row["normalization"]))
-        task = tasks.index(str(row["task"]))
-        at, tau = place + 0.24 * (task - (len(tasks) - 1) / 2), number(row, "tau")
-        axes.vlines(at, number(row, "tau_low"), number(row, "tau_high"), color=COLOURS[place])
-        axes.plot(at, tau, "os"[task % 2], color=COLOURS[place])
-    for name, marker in zip(tasks, "os", strict=False):
-        axes.plot([], [], marker, color=INK, label=name)
-    axes.legend(loc="lower right")
-    axes.axhline(0, color=INK, lw=0.8, ls=":")
-    axes.set_xticks(range(len(NORMALIZATIONS)), NORMALIZATIONS)
-    axes.grid(False, axis="x")
-    axes.set(ylabel="Kendall's tau with the loss", title="Agreement on the ranking", ylim=(-1.05, 1.05))
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    panels, tasks = [], names_in(rows, "task")
+    taus: list[Mark] = [Rule(0)]
+    for i, task in enumerate(tasks):
+        lines: list[Mark] = [Rule(CHANCE)]
+        for place, (name, marker) in enumerate(zip(NORMALIZATIONS, "os^D", strict=True)):
+            own = where(rows, part="model", task=task, normalization=name)
+            own = sorted(own, key=lambda r: number(r, "loss_nats"))
+            lines.append(Line.of(own, "loss_nats", "score_percent", name, f"{marker}-", place))
+            (rank,) = where(rows, part="rank", task=task, normalization=name)
+            at, ends = place + 0.24 * (i - (len(tasks) - 1) / 2), (number(rank, "tau_low"), number(rank, "tau_high"))
+            taus.append(Line([at], [number(rank, "tau")], task, "os"[i % 2], i, [ends]))
+        losses = column(where(rows, part="model", task=task), "loss_nats")
+        limits = (1.01 * max(losses), 0.99 * min(losses))  # a lower loss is further right
+        panels.append(Panel(lines, task, "held-out loss, nats per token", "" if i else "score, %", xlim=limits))
+    ranks = Panel(
+        taus, "Agreement on the ranking", y="Kendall's tau with the loss", ylim=(-1.05, 1.05), xnames=NORMALIZATIONS
+    )
+    return [*panels, ranks]
 
 
 LAB = Lab(
@@ -266,7 +255,7 @@ LAB = Lab(
     varies="Normalisation (raw, per token, per character, PMI), task, width and number of training tokens.",
     measures="Score of each model; Kendall's tau between score and held-out loss over all models, and its difference "
     "to that of raw, with a bootstrap over files.",
-    needs_gpu=False,
+    evidence="model",
     run=run,
     verdict=verdict,
     plot=plot,

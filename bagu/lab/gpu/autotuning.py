@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,18 +29,15 @@ from bagu.bench.selection import select
 from bagu.bench.tune_compile import Compiler
 from bagu.bench.tune_searches import searches
 from bagu.bench.tune_steps import Target, space, steps
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
 from bagu.lab.gpu import fusion
 from bagu.lab.parts.confidence import Interval, interval, of_ratio
 from bagu.lab.parts.ranks import rank_correlation
-from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.machine.device import this_machine
 from bagu.machine.timing import flush_buffer, measure, measure_host
 from bagu.ops.catalogue import spec
 from bagu.ops.tuning.store import Store
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KERNELS = (  # op, benchmark case, step
     ("softmax", "rows_4k", "forward"),
@@ -251,31 +248,26 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Left: every point, by the model's time, or by its number where there is no model. Right: what a search gains."""
-    left, right = fig.subplots(1, 2)
+    marks: list[Mark] = []
+    lines: list[Mark] = []
     model = has_model(rows)
-    for (name, points), colour in zip(kernels(rows).items(), COLOURS, strict=False):
-        best = best_us(points)
-        guesses = [number(r, "predicted_us") if model else 1.0 + i for i, r in enumerate(points)]
-        pairs = [(g / min(guesses), number(r, "time_us") / best) for g, r in zip(guesses, points, strict=True)]
-        left.plot(*zip(*pairs, strict=True), "o", color=colour, label=name)
-        start = next(p for p, r in zip(pairs, points, strict=True) if r["point"] == DEFAULT)
-        left.plot(*start, "o", color=colour, markersize=10, fillstyle="none")
-    left.set(xscale="log", yscale="log", xlabel="predicted time, times the least" if model else "point",
-             ylabel="time, times the best", title="Every point; the defaults are circled")  # fmt: skip
-    log_ticks(left.xaxis)
-    log_ticks(left.yaxis)
-    left.legend(fontsize=7)
+    for i, (name, points) in enumerate(kernels(rows).items()):
+        guesses = column(points, "predicted_us") if model else [1.0 + at for at in range(len(points))]
+        x, y = [g / min(guesses) for g in guesses], [t / best_us(points) for t in column(points, "time_us")]
+        start = [r["point"] for r in points].index(DEFAULT)
+        marks += [Line(x, y, name, "o", i), Line([x[start]], [y[start]], "", "o", i, size=10, hollow=True)]
     shares = [i / 20 for i in range(1, 21)]
     for words, by_model in (("random order", False), *([("order of the model", True)] if model else [])):
-        values = [100 * (curve(rows, share, by_model=by_model) - 1) for share in shares]
-        right.plot([100 * s for s in shares], values, "-", label=words)
-    right.axhline(100 * (gap(rows).mean - 1), color=INK, linestyle=":", linewidth=1, label="default")
-    right.set(
-        xlabel="points measured, %", ylabel="slower than the best, %", title="What a search gains", ylim=(0, None)
-    )
-    right.legend(fontsize=8)
+        slower = [100 * (curve(rows, share, by_model=by_model) - 1) for share in shares]
+        lines.append(Line([100 * s for s in shares], slower, words, "-"))
+    lines.append(Rule(100 * (gap(rows).mean - 1), "default"))
+    title, predicted = "Every point; the defaults are circled", "predicted time, times the least" if model else "point"
+    return [
+        Panel(marks, title, predicted, "time, times the best", "log", "log"),
+        Panel(lines, "What a search gains", "points measured, %", "slower than the best, %", ylim=(0, None)),
+    ]
 
 
 LAB = Lab(
@@ -291,7 +283,7 @@ LAB = Lab(
     measures="Median time of each point, interleaved, in 5 to 40 rounds; the speedup that the search is sure of "
     "(99 %); on a CPU the rank correlation of predicted and measured times. Intervals are over kernels or sizes. "
     f"Far: ×{FAR} or more. Ranks well: {RANKS} or more.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

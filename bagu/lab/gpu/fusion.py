@@ -13,19 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import INK, log_ticks
+from bagu.lab.plot import Line, Mark, Note, Panel, Rule
 from bagu.machine.device import available_memory, cxx_compiler, this_machine
 from bagu.ops.catalogue import spec
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EPS = 1e-6
 MIB = 1 << 20
@@ -190,32 +187,26 @@ def mib(size: int) -> str:
     return f"{size / MIB:,.0f} MiB"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Speedup over the steps, by working set; the dashed line is the saved traffic."""
-    left, right = fig.subplots(1, 2)
-    base = {row["working_set_bytes"]: number(row, "time_us") for row in rows if row["variant"] == "steps"}
-    for name in dict.fromkeys(str(row["variant"]) for row in rows):
-        chosen = [row for row in rows if row["variant"] == name]
-        sizes = [number(row, "working_set_bytes") / MIB for row in chosen]
-        left.plot(sizes, [base[row["working_set_bytes"]] / number(row, "time_us") for row in chosen], "o-", label=name)
-        right.plot(sizes, [number(row, "rate_gb_per_s") for row in chosen], "o-", label=name)
-    best = speedups(rows).values()
-    saved = next(iter(best))[1]
-    left.axhline(saved, color=INK, linestyle="--", linewidth=1)
-    left.annotate(f"saved traffic: ×{saved:.2f}", (0.02, saved), (0, 4), xycoords=("axes fraction", "data"),
-                  textcoords="offset points", fontsize=8)  # fmt: skip
-    left.set(
-        ylim=(0, 1.15 * max(saved, *(faster for faster, _, _ in best))),
-        ylabel="speedup over the steps, ×",
-        title="Speedup over the steps",
-    )
-    right.set(yscale="log", ylabel="counted traffic, GB/s", title="Rate of the counted traffic")
-    log_ticks(right.yaxis)
-    for axes in (left, right):
-        axes.axvline(number(rows[0], "last_level_cache_bytes") / MIB, color=INK, linewidth=0.8, linestyle=":")
-        axes.set(xscale="log", xlabel="x, residual, s and y together, MiB (dotted: last-level cache)")
-        axes.xaxis.set_major_formatter("{x:g}")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    base = {row["working_set_bytes"]: number(row, "time_us") for row in where(rows, variant="steps")}
+    best = list(speedups(rows).values())
+    saved, cache = best[0][1], Rule(number(rows[0], "last_level_cache_bytes") / MIB, axis="x")
+    left: list[Mark] = [cache, Rule(saved, style="--"), Note(None, saved, f"saved traffic: ×{saved:.2f}")]
+    right: list[Mark] = [cache]
+    for name in names_in(rows, "variant"):
+        own = where(rows, variant=name)
+        left.append(Line.of(own, size_mib, lambda r: base[r["working_set_bytes"]] / number(r, "time_us"), name))
+        right.append(Line.of(own, size_mib, "rate_gb_per_s", name))
+    x, top = "x, residual, s and y together, MiB (dotted: last-level cache)", max(saved, *(b[0] for b in best))
+    return [
+        Panel(left, "Speedup over the steps", x, "×", "log", ylim=(0, 1.15 * top), legend="below"),
+        Panel(right, "Rate of the counted traffic", x, "GB/s", "log", "log", legend="below"),
+    ]
+
+
+def size_mib(row: Row) -> float:
+    return number(row, "working_set_bytes") / MIB
 
 
 LAB = Lab(
@@ -230,7 +221,7 @@ LAB = Lab(
     "tile by tile (CPU), torch.compile (full run, if there is a compiler), bagu.ops.add_rms_norm (GPU).",
     measures="Counted traffic, and the best of three median times of a call. The claim counts as met if the two "
     f"ratios agree within {CLOSE:.0%}.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

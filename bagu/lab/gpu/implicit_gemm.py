@@ -16,20 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
 from bagu.lab.model.attention_complexity import peak_bytes
 from bagu.lab.parts.confidence import Interval, of_ratio
 from bagu.lab.parts.interleaved import round_times
-from bagu.lab.plot import INK
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bagu.lab.plot import INK, Bars, Line, Mark, Panel, Rule
 
 ROUNDS = 5
 SMALL = 2.5  # images of extra memory that an implicit product may take: a padded image and the pixels of one tap
@@ -172,30 +169,20 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    layers = list(dict.fromkeys(str(r["layer"]) for r in rows))
-    names = list(dict.fromkeys(str(r["way"]) for r in rows))
-    for i, way in enumerate(names):
-        found, offset = speedups(rows, way), (i - (len(names) - 1) / 2) * 0.16
-        x = [j + offset for j in range(len(layers))]
-        bars = [found[name] for name in layers]
-        ends = [[f.mean - f.low for f in bars], [f.high - f.mean for f in bars]]
-        left.bar(x, [f.mean for f in bars], 0.15, yerr=ends, error_kw={"elinewidth": 0.8}, label=way)
-    left.axhline(1, color=INK, linewidth=0.8)
-    left.set_xticks(range(len(layers)), [name.replace(", ", "\n") for name in layers], fontsize=7)
-    left.set(ylabel="speed, times that of im2col", title="Speed")
-    swept = [r for r in rows if r["layer"] in _swept(rows)]
-    for i, way in enumerate(names):
-        own = [r for r in swept if r["way"] == way]
-        right.plot([number(r, "kernel") for r in own], list(images(own, way).values()), "o-", color=f"C{i}")
-    kernels = sorted({number(r, "kernel") for r in swept})
-    right.plot(kernels, [k * k for k in kernels], ":", color=INK, label="R × S")
-    right.set(xlabel="side of the kernel, R = S", ylabel="memory beyond the result, images", title="Memory")
-    right.set_yscale("symlog", linthresh=1)
-    right.yaxis.set_major_formatter("{x:g}")
-    right.legend()
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    layers, swept = names_in(rows, "layer"), [r for r in rows if r["layer"] in _swept(rows)]
+    speed: list[Mark] = [Rule(1, style="-")]
+    kernels = numbers_in(swept, "kernel")
+    memory: list[Mark] = [Line(kernels, [k * k for k in kernels], "R × S", ":", INK)]
+    for i, way in enumerate(names_in(rows, "way")):
+        found, own = [speedups(rows, way)[name] for name in layers], where(swept, way=way)
+        speed.append(Bars([f.mean for f in found], way, i, [(f.low, f.high) for f in found]))
+        memory.append(Line(column(own, "kernel"), list(images(own, way).values()), way, "o-", i))
+    names, y = [name.replace(", ", "\n") for name in layers], "memory beyond the result, images"
+    return [
+        Panel(speed, "Speed", y="speed, times that of im2col", xnames=names, legend="below"),
+        Panel(memory, "Memory", "side of the kernel, R = S", y, yscale="symlog", legend="below"),
+    ]
 
 
 def _swept(rows: Sequence[Row]) -> set[str]:
@@ -219,7 +206,7 @@ LAB = Lab(
     "library, bagu's kernel (GPU).",
     measures="Time in five rounds in turn, as the ratio to im2col with a 95 % interval; peak memory beyond inputs and "
     f"result. As predicted: within {NEAR:.0%} of R × S images for im2col, at most {SMALL} for the implicit product.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

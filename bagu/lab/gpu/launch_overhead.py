@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import log_ticks
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.plot import Line, Panel
 from bagu.machine.timing import measure, measure_host
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 N = 1024  # features of a row
 EPS = 1e-6
@@ -124,20 +120,19 @@ def mib(size: int) -> str:
     return f"{size / KIB**2:.3g} MiB"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Time of a call over size for each way; its host time is the flat line, the kernel's the rising one."""
-    axes = fig.subplots(1, 1)
-    for i, name in enumerate(dict.fromkeys(str(row["way"]) for row in rows)):
-        mine = [row for row in rows if row["way"] == name]
-        sizes = [number(row, "size_bytes") / KIB**2 for row in mine]
-        (line,) = axes.plot(sizes, [number(row, "call_us") for row in mine], "o-", label=f"{name}: a call")
-        axes.plot(sizes, [number(row, "host_us") for row in mine], ":", color=line.get_color(), label=f"{name}: host")
-        if i == 0:
-            axes.plot(sizes, [number(row, "kernel_us") for row in mine], "--", color="0.5", label="kernel")
-    axes.set(xscale="log", yscale="log", xlabel="x, MiB", ylabel="µs", title="RMSNorm, forward: calls in a row")
-    log_ticks(axes.yaxis)
-    axes.xaxis.set_major_formatter("{x:g}")
-    fig.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    marks = []
+    for i, name in enumerate(names_in(rows, "way")):
+        own = where(rows, way=name)
+        marks += [Line.of(own, size_mib, "call_us", f"{name}: a call", "o-", i)]
+        marks += [Line.of(own, size_mib, "host_us", f"{name}: host", ":", i)]
+    kernel = Line.of(where(rows, way=rows[0]["way"]), size_mib, "kernel_us", "kernel", "--", "grey")
+    return [Panel([*marks, kernel], "RMSNorm, forward: calls in a row", "x, MiB", "µs", "log", "log", legend="below")]
+
+
+def size_mib(row: Row) -> float:
+    return number(row, "size_bytes") / KIB**2
 
 
 LAB = Lab(
@@ -152,6 +147,7 @@ LAB = Lab(
     measures=f"µs of the host for a call (tiny tensors), of the kernel ({CALLS} calls in one CUDA graph), and of a "
     f"call in a row. The claim counts as met where a call takes the longer of the two within {CLOSE:.0%}.",
     needs_gpu=True,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -20,26 +20,23 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bagu.bench.kernel_view import inspect_launch
 from bagu.bench.occupancy import occupancy
 from bagu.bench.sizing import bench_inputs
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
 from bagu.lab.parts.confidence import Interval, of_ratio
 from bagu.lab.parts.interleaved import round_times
 from bagu.lab.parts.ranks import rank_correlation
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.plot import INK, Line, Mark, Panel
 from bagu.machine.device import this_machine, triton_interprets
 from bagu.ops.catalogue import spec
 from bagu.ops.contract.core import Case
 from bagu.ops.inspect.offline import launches
 from bagu.ops.replay.launcher import Launch, noted_launches
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ARCH = "sm_90"  # compiled for, without a GPU
 MOST = 255  # registers of a thread
@@ -228,11 +225,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         half_zh += f"；预测最多差 {off:.0f} 个百分点"
     if rows[0]["time_us"] is None:
         how, how_zh = ("compiled for sm_90", "按 sm_90 编译") if compiled_rows else ("predicted only", "只有预测")
-        return Verdict(
-            kind="holds only where" if mostly else "did not hold",
-            sentence_en=f"{half} ({how}). Speed was not measured: it needs a GPU.",
-            sentence_zh=f"{half_zh}（{how_zh}）。没有测量速度：需要 GPU。",
+        untimed = Verdict(
+            kind="did not hold",
+            sentence_en=f"{half} ({how}). Speed was not measured.",
+            sentence_zh=f"{half_zh}（{how_zh}）。没有测量速度。",
         )
+        return untimed.undecided("a GPU, to measure the speed.", "需要 GPU 来测量速度。") if mostly else untimed
     agree, each, each_zh = speeds(rows)
     kind: Kind = "did not hold"
     if mostly and any(agree):
@@ -266,24 +264,23 @@ def speeds(rows: Sequence[Row]) -> tuple[list[bool], list[str], list[str]]:
     return agree, each, each_zh
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Speed over occupancy; without times, the occupancy of every setting and its prediction."""
-    panels = fig.subplots(1, 2)
-    for axes, (name, own), colour in zip(panels, by_kernel(rows).items(), COLOURS, strict=False):
-        timed, key = own[0]["time_us"] is not None, key_of(own)
-        places = {str(r["setting"]): i for i, r in enumerate(reversed(own))}
-        for spilled, mark, words in ((False, "o", "no spills"), (True, "X", "registers spill")):
+    panels = []
+    for i, (name, own) in enumerate(by_kernel(rows).items()):
+        timed, key, settings = own[0]["time_us"] is not None, key_of(own), [str(r["setting"]) for r in own]
+        marks: list[Mark] = []
+        for spilled, style, words in ((False, "o", "no spills"), (True, "X", "registers spill")):
             some = [r for r in own if bool(r["spills"]) == spilled]
-            y = [100 / number(r, "slower") if timed else places[str(r["setting"])] for r in some]
-            axes.plot([number(r, key) for r in some], y, mark, color=colour, markersize=6, label=words)
+            y = [100 / number(r, "slower") if timed else settings.index(str(r["setting"])) for r in some]
+            marks.append(Line(column(some, key), y, words, style, i, size=6))
         if timed:
-            axes.set(ylabel="speed, % of the fastest", ylim=(0, 105))
+            panels.append(Panel(marks, name, "occupancy, %", "speed, % of the fastest", xlim=(0, 105), ylim=(0, 105)))
         else:
-            guesses = [number(r, "predicted_occupancy_percent") for r in reversed(own)]
-            axes.plot(guesses, range(len(own)), "|", color=INK, markersize=9, label="predicted")
-            axes.set_yticks(range(len(own)), list(places), fontsize=6)
-        axes.set(title=name, xlabel="occupancy, %", xlim=(0, 105))
-    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+            guesses = column(own, "predicted_occupancy_percent")
+            marks.append(Line(guesses, range(len(own)), "predicted", "|", INK, size=9))
+            panels.append(Panel(marks, name, "occupancy, %", xlim=(0, 105), ynames=settings, legend="below"))
+    return panels
 
 
 LAB = Lab(
@@ -299,7 +296,7 @@ LAB = Lab(
     measures="Registers, spills, shared memory and occupancy of the compiled kernel, and their prediction; time in "
     "five rounds in turn. More is faster: a rank correlation above 0 with 95 % confidence, and the most occupied "
     f"setting within {AS_FAST - 1:.0%} of the fastest.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import MIB, plot_by_length
+from bagu.lab.plot import Panel, by_length
 from bagu.ops.attention import dense
 from bagu.ops.attention.shape import Shape
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WINDOW, HEADS, HEAD_SIZE = 256, 2, 64
 CLAIMED = {"scores": 2, "blocked": 2, "window, op": 1, "window, cut": 1}  # claimed exponent of time and memory
@@ -137,17 +133,9 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Time and memory over the length, with reference lines of slope 1 and 2."""
-    left, right = plot_by_length(fig, rows, list(CLAIMED), "time_ms", "a forward")
-    lengths = [number(row, "length_tokens") for row in rows]
-    ends = [min(lengths), max(lengths)]
-    for axes, key, scale in ((left, "time_ms", 1.0), (right, "peak_bytes", MIB)):
-        start = min(number(row, key) for row in rows) / scale
-        for slope in (1, 2):
-            line = [start * (end / ends[0]) ** slope for end in ends]
-            axes.plot(ends, line, color="grey", linestyle=":", linewidth=1)
-            axes.annotate(f"L^{slope}", (ends[1], line[1]), fontsize=8, color="grey", ha="right", va="bottom")
+    return by_length(rows, list(CLAIMED), "time_ms", "a forward", slopes=True)
 
 
 LAB = Lab(
@@ -161,7 +149,7 @@ LAB = Lab(
     varies="Length; implementation: all scores in memory, blocked, the op's window option, splitting into segments.",
     measures="Best of three median times; peak memory beyond the inputs; the exponent over the last "
     f"doubling of the length: quadratic is {2 - NEAR} or more, linear is {1 + NEAR} or less.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

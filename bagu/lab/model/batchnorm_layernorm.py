@@ -15,16 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import log_ticks
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.plot import Line, Panel
 
 T, C = 64, 64
 RHO = 0.25
@@ -141,22 +137,22 @@ def by_padding(rows: Sequence[Row], padding: str) -> dict[int, float]:
     return {int(number(row, "batch_sequences")): number(row, "mean_error_sigma") for row in chosen}
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    plots = {
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    texts = {
         "mean_error_sigma": ("Error of the mean", "σ of the population"),
         "variance_error_percent": ("Error of the variance", "% of the population variance"),
         "train_eval_gap_rms": ("Training and evaluation", "difference of outputs, root mean square"),
     }
-    for axes, (key, (title, unit)) in zip(fig.subplots(1, 3), plots.items(), strict=True):
-        for padding, marker in (("counted", "s"), ("masked", "o")):
-            chosen = [row for row in rows if row["padding"] == padding]
-            batches = [number(row, "batch_sequences") for row in chosen]
-            axes.plot(batches, [number(row, key) for row in chosen], marker=marker, label=f"padding {padding}")
-        axes.set(xscale="log", yscale="log", xlabel="sequences in the batch", ylabel=unit, title=title)
-        axes.set_xticks((1, 4, 16, 64, 256), ("1", "4", "16", "64", "256"))
-        axes.xaxis.minorticks_off()
-        log_ticks(axes.yaxis)
-    fig.axes[0].legend()
+    panels: list[Panel] = []
+    for key, (title, unit) in texts.items():
+        lines = [
+            Line.of(where(rows, padding=padding), "batch_sequences", key, f"padding {padding}", style)
+            for padding, style in (("counted", "s-"), ("masked", "o-"))
+        ]
+        panels.append(
+            Panel(lines, title, "sequences in the batch", unit, "log2", "log", legend="none" if panels else "inside")
+        )
+    return panels
 
 
 LAB = Lab(
@@ -170,7 +166,6 @@ LAB = Lab(
     varies="Sequences in a batch, 1 to 256; padding included in the statistics or masked.",
     measures="Error of the batch mean (in σ) and variance (in %) relative to the population; difference between "
     "training and evaluation outputs; change of LayerNorm's outputs if a sequence is alone and without padding.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

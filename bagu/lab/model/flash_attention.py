@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,9 @@ from bagu import ops
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
 from bagu.lab.model.attention_complexity import peak_bytes
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import MIB, plot_by_length
+from bagu.lab.plot import MIB, Panel, by_length
 from bagu.ops.attention import dense
 from bagu.ops.attention.shape import Shape
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 HEADS, HEAD_SIZE = 2, 64
 WAYS = ("scores", "scores, made again", "SDPA", "bagu")
@@ -152,8 +148,8 @@ def _ratio(a: Row, b: Row, key: str) -> float:
     return number(a, key) / number(b, key)
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    plot_by_length(fig, rows, WAYS, "forward_and_backward_ms", "forward and backward")
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    return by_length(rows, WAYS, "forward_and_backward_ms", "forward and backward")
 
 
 LAB = Lab(
@@ -169,7 +165,7 @@ LAB = Lab(
     measures="Best of three median times of a forward and of both passes; what a forward keeps for its backward; most "
     "memory allocated at once beyond the inputs, and its exponent over the last doubling of the length: square is "
     f"{2 - NEAR} or more, linear is {1 + NEAR} or less.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

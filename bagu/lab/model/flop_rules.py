@@ -14,22 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.plot import COLOURS, Line, Mark, Note, Panel, Rule
 from bagu.nn import count
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 GOOD = 10.0  # percent: the tolerated error of a rule of thumb
 CONTEXTS = (128, 512, 2048, 8192, 32768, 131072)
@@ -202,58 +197,35 @@ def limit(points: Sequence[Row], model: str) -> float | None:
     return None
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    points = [row for row in rows if row["kind"] == "counted"]
-    names = list(dict.fromkeys(str(row["model"]) for row in points))
-    left, middle, right = fig.subplots(1, 3, width_ratios=(1.5, 1, 1))
-    styles = product(("-", "--"), COLOURS)
-    for name, (dash, colour) in zip(names, styles, strict=False):
-        line = [row for row in points if row["model"] == name]
-        spans = [number(row, "context_tokens") / number(row, "width") for row in line]
-        errors = [number(row, RULE("blocks_and_head")) for row in line]
-        left.plot(spans, errors, dash, color=colour, marker="o", markersize=3, label=name)
-    left.axhspan(-GOOD, GOOD, color=COLOURS[2], alpha=0.15, lw=0)
-    left.set(xscale="log", xlabel="context, in widths d", ylabel="error, %", title="6ND (blocks and head)")
-    log_ticks(left.xaxis)
-    left.set_xticks((0.01, 0.1, 1, 10, 100), ("0.01", "0.1", "1", "10", "100"))
-    left.legend(fontsize=6.5, loc="lower left")
-    usual = {str(row["model"]): row for row in points if row["context_tokens"] == USUAL}
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    points, good = where(rows, kind="counted"), Rule(-GOOD, upto=GOOD, colour=2)
+    left: list[Mark] = [good]
+    for i, name in enumerate(names_in(points, "model")):
+        own, style = where(points, model=name), "o-" if i < len(COLOURS) else "o--"
+        x = [number(r, "context_tokens") / number(r, "width") for r in own]
+        left.append(Line(x, column(own, RULE("blocks_and_head")), name, style, i))
+    usual = where(points, context_tokens=USUAL)
     meanings = {RULE(rule): rule.replace("_", " ") for rule in RULES}
-    dots(middle, usual, meanings, f"6ND at {USUAL:,} tokens, N =")
     sizes = {"rule_error_of_blocks_percent": "of the blocks", "rule_error_of_total_percent": "of all parameters"}
-    dots(right, usual, sizes, "12·L·d²")
-    right.set_yticklabels([])
+    return [
+        Panel(left, "6ND (blocks and head)", "context, in widths d", "error, %", "log", width=1.5),
+        dots(usual, meanings, f"6ND at {USUAL:,} tokens, N =", names_in(usual, "model")),
+        dots(usual, sizes, "12·L·d²", [""] * len(usual)),
+    ]
 
 
-def dots(axes: Axes, by_model: dict[str, Row], keys: dict[str, str], title: str) -> None:
+def dots(rows: Sequence[Row], keys: dict[str, str], title: str, names: Sequence[str]) -> Panel:
     """A row of dots per model; a value outside the axes is printed at the border."""
-    limit_percent = 40.0
-    for (key, label), marker, colour in zip(keys.items(), "os^", COLOURS, strict=False):
-        errors = [number(row, key) for row in by_model.values()]
-        heights = range(len(errors))
-        axes.plot(
-            [max(-limit_percent, min(limit_percent, e)) for e in errors],
-            heights,
-            marker,
-            color=colour,
-            label=label,
-            alpha=0.9,
-        )
+    most = 40.0
+    marks: list[Mark] = [Rule(-GOOD, axis="x", upto=GOOD, colour=2)]
+    for i, (key, label) in enumerate(keys.items()):
+        errors = column(rows, key)
+        marks.append(Line([max(-most, min(most, e)) for e in errors], range(len(errors)), label, "os^"[i], i))
         for y, error in enumerate(errors):
-            if abs(error) > limit_percent:
-                side = 1 if error > 0 else -1
-                lift = 0.3 if marker == "o" else -0.3
-                axes.text(side * limit_percent * 0.9, y + lift, f"{error:+,.0f} %", ha="right" if side > 0 else "left",
-                          va="center", fontsize=6.5, color=INK)  # fmt: skip
-    axes.axvspan(-GOOD, GOOD, color=COLOURS[2], alpha=0.15, lw=0)
-    axes.set(
-        xlim=(-1.1 * limit_percent, 1.1 * limit_percent),
-        ylim=(len(by_model) + 1.2, -0.7),
-        xlabel="error, %",
-        title=title,
-    )
-    axes.set_yticks(range(len(by_model)), by_model, fontsize=7)
-    axes.legend(fontsize=6.5, loc="lower center", ncols=1)
+            if abs(error) > most:
+                at, shift = (most, (-6, 0)) if error > 0 else (-most, (6, 0))
+                marks.append(Note(at, y, f"{error:+,.0f} %", i, shift, "right" if error > 0 else "left"))
+    return Panel(marks, title, "error, %", xlim=(-1.1 * most, 1.1 * most), ynames=names, legend="below")
 
 
 LAB = Lab(
@@ -268,7 +240,6 @@ LAB = Lab(
     "blocks and head, or all parameters.",
     measures=f"Error of both rules relative to bagu.nn.count, and where it exceeds {GOOD:g} %; the count against "
     "PyTorch's FLOP counter over a real forward and backward, for two small models.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

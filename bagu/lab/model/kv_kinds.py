@@ -11,25 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number
 from bagu.lab.parts.decoding import decode_step_s
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Bars, Panel
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.config import MLAConfig
 from bagu.serve.kv.paged import block_bytes
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SMALL = ModelConfig(
-    vocab_size=512, hidden_size=256, num_layers=2, num_heads=16, num_kv_heads=16, head_dim=32, intermediate_size=512,
-    max_len=8192,
-)  # fmt: skip
+SMALL = tiny(512, 256, heads=16, head_dim=32, ffn=512, max_len=8192)
 LARGE = replace(SMALL, hidden_size=2048, num_layers=8, head_dim=128, intermediate_size=5632, max_len=16384)
 SHORT = 16
 ROUNDS = 3  # interleaved; the best is used, because other load on the machine can only make a step slower
@@ -117,21 +112,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    names = [str(row["kind"]) for row in rows]
-    for axes, values, label in (
-        (left, [number(row, "kv_bytes_per_token") for row in rows], "KV cache, bytes per token"),
-        (right, [context_ms(row) for row in rows], "time of the context in a decode step, ms"),
-    ):
-        axes.barh(range(len(rows)), values, color=COLOURS[: len(rows)])
-        for y, value in enumerate(values):
-            axes.text(value, y, f" {value:,.3g}" if value < 100 else f" {value:,.0f}", va="center", color=INK)
-        axes.set_yticks(range(len(names)), names)
-        axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.25 * max([*values, 1e-9])), xlabel=label)
+def plot(rows: Sequence[Row]) -> list[Panel]:
     at = f"{number(rows[0], 'batch_sequences'):.0f} sequences of {number(rows[0], 'context_tokens'):,.0f} tokens"
-    left.set_title("Size")
-    right.set_title(f"Time, {at}")
+    size = Bars(column(rows, "kv_bytes_per_token"), colour="each", text="{:,.0f}", sideways=True)
+    time = Bars([context_ms(row) for row in rows], colour="each", text="{:,.3g}", sideways=True)
+    names = names_in(rows, "kind")
+    return [
+        Panel([size], "Size", "KV cache, bytes per token", ynames=names),
+        Panel([time], f"Time, {at}", "time of the context in a decode step, ms", ynames=names),
+    ]
 
 
 LAB = Lab(
@@ -147,7 +136,7 @@ LAB = Lab(
     "GQA in int8.",
     measures="Bytes per token of the engine's pool; the time of a step at the long context minus that at "
     f"{SHORT} tokens, best of three medians. A time counts as longer from ×{LEAD:g}.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

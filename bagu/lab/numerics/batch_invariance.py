@@ -13,27 +13,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import INK
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Bars, Mark, Note, Panel
 from bagu.machine.fast_dtype import compute_dtype
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.nn import Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.types import Completion
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-MODEL = ModelConfig(
-    vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=352,
-    max_len=512, init_std=0.1,
-)  # fmt: skip
+MODEL = tiny(1024, 128, layers=4, heads=4, kv_heads=2, ffn=352, max_len=512, init_std=0.1)
 MODES = ("fast", "invariant")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROMPT = (16, 81)  # range of tokens, end excluded
@@ -173,33 +168,25 @@ def slower(rows: Sequence[Row]) -> dict[int, float]:
     return {batch: rate["fast", batch] / rate["invariant", batch] for batch in dict.fromkeys((batches[0], batches[-1]))}
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Differing bits per case, and how often they differ."""
-    left, right = fig.subplots(1, 2, sharex=True)
-    names = list(dict.fromkeys(str(row["case"]) for row in rows))
-    dtypes = dict.fromkeys(str(row["dtype"]) for row in rows)
+    names, dtypes = names_in(rows, "case"), names_in(rows, "dtype")
+    bits: list[Mark] = []
+    often: list[Mark] = []
     for i, (mode, dtype) in enumerate(product(MODES, dtypes)):
-        chosen = [row for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)]
-        places = [names.index(str(row["case"])) + 0.2 * (i - 1.5) for row in chosen]
-        for axes, key in ((left, "max_bits"), (right, "changed_percent")):
-            shown = [
-                (place, number(row, key)) for place, row in zip(places, chosen, strict=True) if row[key] is not None
-            ]
-            axes.bar(*zip(*shown, strict=True), 0.18, color=f"C{i}", label=f"{mode}, {dtype}")
-            axes.plot(*zip(*shown, strict=True), ".", color=f"C{i}")  # makes a bar of 0 visible
-        for place, row in zip(places, chosen, strict=True):
-            if row["other_texts"]:
-                left.annotate(f"{row['other_texts']}", (place, number(row, "max_bits")), (0, 2), color=INK, ha="center",
-                              textcoords="offset points", fontsize=7)  # fmt: skip
-    left.set(
-        ylim=(0, 32), ylabel="lowest bits of 32, maximum over tokens",
-        title=f"Differing bits (above: changed texts of {WATCHED})",
-    )  # fmt: skip
-    right.set(ylim=(0, 105), ylabel="logprobs that differ, %", title="Logprobs that differ")
-    for axes in (left, right):
-        axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
-        axes.grid(False, axis="x")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        own = where(rows, mode=mode, dtype=dtype)
+        for marks, key in ((bits, "max_bits"), (often, "changed_percent")):
+            marks.append(Bars([None if r[key] is None else number(r, key) for r in own], f"{mode}, {dtype}", i))
+        width = 0.8 / len(MODES) / len(dtypes)
+        for at, r in enumerate(own):
+            if r["other_texts"] and r["max_bits"] is not None:
+                place = at + width * (i - (len(MODES) * len(dtypes) - 1) / 2)
+                bits.append(Note(place, number(r, "max_bits"), str(r["other_texts"]), align="center"))
+    title, y = f"Differing bits (above: changed texts of {WATCHED})", "lowest bits of 32, maximum over tokens"
+    return [
+        Panel(bits, title, y=y, ylim=(0, 32), xnames=names, legend="below"),
+        Panel(often, "Logprobs that differ", y="%", ylim=(0, 105), xnames=names, legend="below"),
+    ]
 
 
 LAB = Lab(
@@ -214,7 +201,6 @@ LAB = Lab(
     "chunked prefill, a warm prefix cache.",
     measures="Bits of the fp32 logprobs that differ from the same request alone, up to the first different token; "
     "number of changed texts; tokens/s of the batch, prompts included.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.confidence import Interval, interval, of_ratio
 from bagu.lab.parts.interleaved import round_times
 from bagu.lab.parts.rounding_noise import mean_square_peak
-from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.plot import INK, Line, Panel
 from bagu.serve.cpu.quantize import int8 as cpu_int8
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METHODS = ("plain", "smooth", "rotate")
 SHARES = (0.0, 0.001, 0.01, 0.1)  # of the channels
@@ -227,32 +223,23 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    shares = sorted(errors(rows, "plain"))
-    for method, colour in zip(METHODS, COLOURS, strict=False):
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    shares, marks = sorted(errors(rows, "plain")), []
+    for i, method in enumerate(METHODS):
         found = [interval(errors(rows, method)[s]) for s in shares]
-        left.errorbar(range(len(shares)), [m for m, _ in found], [h for _, h in found], fmt="o-", color=colour,
-                      capsize=3, label=method)  # fmt: skip
-        guess = {number(r, "outlier_percent"): number(r, "predicted_error_percent") for r in rows
-                 if r["part"] == "error" and r["method"] == method}  # fmt: skip
-        words = "predicted" if method == METHODS[-1] else None
-        left.plot(range(len(shares)), [guess[s] for s in shares], "_", color=INK, markersize=14, label=words)
-    left.set_xticks(range(len(shares)), [f"{round(s, 1):g}" for s in shares])
-    left.set(
-        yscale="log", xlabel=f"channels of x that are {OUTLIER_STD:g} times as large, %",
-        ylabel="error of the output, %", title="Error against fp64",
-    )  # fmt: skip
-    log_ticks(left.yaxis)
-    left.legend(fontsize=8)
-    speed = [r for r in rows if r["part"] == "speed"]
-    for way in dict.fromkeys(str(r["method"]) for r in speed):
-        own = [r for r in speed if r["method"] == way]
-        right.plot([number(r, "size") for r in own], [number(r, "speedup") for r in own], "o-", label=way)
-    right.set(xlabel="M = N = K", ylabel="speed, times that of the float product", title="Speed", ylim=(0, None))
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter("{x:g}")
-    right.legend(fontsize=8)
+        own = where(rows, part="error", method=method)
+        guess = {number(r, "outlier_percent"): number(r, "predicted_error_percent") for r in own}
+        ends, places = [(m - h, m + h) for m, h in found], range(len(shares))
+        marks.append(Line(places, [m for m, _ in found], method, "o-", i, ends))
+        marks.append(Line(places, [guess[s] for s in shares], "predicted", "_", INK, size=14))
+    speed = where(rows, part="speed")
+    lines = [Line.of(where(speed, method=way), "size", "speedup", way) for way in names_in(speed, "method")]
+    x, y = f"channels of x that are {OUTLIER_STD:g} times as large, %", "error of the output, %"
+    names, times = [f"{round(s, 1):g}" for s in shares], "speed, times that of the float product"
+    return [
+        Panel(marks, "Error against fp64", x, y, yscale="log", xnames=names),
+        Panel(lines, "Speed", "M = N = K", times, "log2", ylim=(0, None)),
+    ]
 
 
 LAB = Lab(
@@ -270,7 +257,7 @@ LAB = Lab(
     measures="Relative error of the output against fp64, with 95 % intervals over five seeds, and its prediction from "
     f"the shape; time over five rounds in turn. Twice: ×{TWICE} or more. Harm: ×{HARM:g} the error or more. Restored: "
     f"×{RESTORED} or less.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -12,24 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.decoding import decode_step_s
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.presets import preset
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODES = ("fast", "invariant")
 LIMIT = 1.3  # times the fast mode's decode step
@@ -201,22 +197,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    parts = list(dict.fromkeys(str(r["part"]) for r in rows))
-    for part, colour in zip(parts, COLOURS, strict=False):
-        own = [r for r in rows if r["part"] == part and r["mode"] == "fast"]
-        style = "s--" if part == ENGINE else "o-"
-        x = [number(r, "rows") for r in own]
-        left.plot(x, [number(r, "changed_percent") for r in own], style, color=colour, label=part)
-        right.plot(x, [cost(rows, part)[n] for n in x], style, color=colour)
-    right.axhline(1, color=INK, lw=0.8)
-    left.set(
-        xscale="log", xlabel="rows, or sequences", ylabel="values that change, %", title="Fast mode, among more rows"
-    )
-    right.set(xscale="log", yscale="log", xlabel="rows, or sequences", ylabel="times fast", title="Time, invariant")
-    log_ticks(right.yaxis)
-    left.legend(fontsize=7)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    changed, times = [], list[Mark]([Rule(1, style="-")])
+    for i, part in enumerate(names_in(rows, "part")):
+        own, style = where(rows, part=part, mode="fast"), "s--" if part == ENGINE else "o-"
+        changed.append(Line.of(own, "rows", "changed_percent", part, style, i))
+        slower = cost(rows, part)
+        times.append(Line([*slower], [*slower.values()], part, style, i))
+    return [
+        Panel(changed, "Fast mode, among more rows", "rows, or sequences", "values that change, %", "log"),
+        Panel(times, "Time, invariant", "rows, or sequences", "times fast", "log", "log", legend="none"),
+    ]
 
 
 LAB = Lab(
@@ -230,7 +221,7 @@ LAB = Lab(
     varies="Mode (fast, invariant); the op or the engine; number of rows, documents or sequences.",
     measures="Values of the first rows that differ from those in the largest batch; logprobs that differ between "
     "decode in a batch and one prefill alone; time of an op and of a decode step, best of three medians in turn.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -18,16 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import permutations
 from math import exp, log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import COLOURS, INK, log_ticks
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bagu.lab.plot import Bars, Line, Mark, Note, Panel, Rule
 
 FACTORS = ("loop", "type", "layout")
 SLOW, FAST = ("Python", "boxed", "scattered"), ("C", "native", "in order")
@@ -162,34 +159,24 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Left: the speedup of each factor, by n. Right: every variant at the largest n."""
-    left, right = fig.subplots(1, 2, width_ratios=(1, 1.1))
     sizes, names = sizes_of(rows), ("loop in C", "native type", "contiguous")
-    for index, (factor, name) in enumerate(zip(FACTORS, names, strict=True)):
-        tops = [gains(rows, n)[factor] for n in sizes]
-        left.bar([i + 0.27 * (index - 1) for i in range(len(sizes))], [t - 1 for t in tops], 0.25, bottom=1, label=name)
-    left.axhline(1, color=INK, linewidth=0.8)
-    left.set(yscale="log", xlabel="elements", title="Speedup")
-    left.set_xticks(range(len(sizes)), [short(n) for n in sizes])
-    left.set_yticks((1, 2, 5, 10, 20), ("×1", "×2", "×5", "×10", "×20"))
-    left.minorticks_off()
-    left.grid(axis="x", visible=False)
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
-
-    last = [row for row in rows if row["n_elements"] == sizes[-1]]
-    last.sort(key=lambda row: -number(row, "time_ns_per_element"))
-    for height, row in enumerate(last):
-        value, slow = number(row, "time_ns_per_element"), str(row["variant"]).startswith("for ")
-        right.plot(value, height, "o", markersize=5, color=COLOURS[3 if slow else 0])
-        right.annotate(
-            f"{value:.2g} ns", (value, height), (6, 0), textcoords="offset points", va="center", fontsize=7.5
-        )
-    right.set_yticks(range(len(last)), [str(row["variant"]) for row in last])
-    right.set(xscale="log", xlabel="time per element, ns (orange: a Python loop)", title=f"{sizes[-1]:,} elements")
-    right.set_xlim(right=number(last[0], "time_ns_per_element") * 3)
-    log_ticks(right.xaxis)
-    right.tick_params(axis="y", labelsize=7.5, length=0)
+    factors = [
+        Bars([gains(rows, n)[factor] for n in sizes], name, bottom=1)
+        for factor, name in zip(FACTORS, names, strict=True)
+    ]
+    last = sorted(where(rows, n_elements=sizes[-1]), key=lambda row: number(row, "time_ns_per_element"))
+    dots: list[Mark] = []
+    for y, row in enumerate(last):
+        x, slow = number(row, "time_ns_per_element"), str(row["variant"]).startswith("for ")
+        dots += [Line([x], [y], "", "o", 3 if slow else 0), Note(x, y, f"{x:.2g} ns", shift=(6, -3))]
+    times, limits = "time per element, ns (orange: a Python loop)", (None, 3 * number(last[-1], "time_ns_per_element"))
+    ticks, variants = [short(n) for n in sizes], names_in(last, "variant")
+    return [
+        Panel([*factors, Rule(1, style="-")], "Speedup, ×", "elements", yscale="log", xnames=ticks, legend="below"),
+        Panel(dots, f"{sizes[-1]:,} elements", times, xscale="log", xlim=limits, ynames=variants, width=1.1),
+    ]
 
 
 def short(n: int) -> str:
@@ -208,7 +195,7 @@ LAB = Lab(
     "eight combinations; and seven other variants for comparison.",
     measures="Time per element, the best of three medians; the speedup of a factor is its mean over the six orders of "
     "the three changes.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -17,24 +17,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
 from bagu.lab.parts.confidence import interval, of_ratio
 from bagu.lab.parts.library_models import new_model, read_library, train
 from bagu.lab.parts.rounding_noise import mean_square_peak
-from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.plot import INK, Line, Panel
 from bagu.nn.linear import Linear
 from bagu.ops.kv_write.quantize import dequantize, quantize
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 FORMATS = {"int8": 127, "int4": 8, "fp8": None}  # the steps up to the largest value; fp8's are relative
 GROUP = 128
+OUTPUT = "output_error_percent"
 SHARING = ("tensor", "row", "group")  # the values that share a scale
 SCALE_BITS = 32
 OUTLIERS, OUTLIER_SHARE = 20.0, 0.001  # magnitude, and share of the weights
@@ -147,10 +144,6 @@ def select(rows: Sequence[Row], weights: str, form: str, sharing: str) -> list[R
     return [r for r in rows if (r["weights"], r["format"], r["scale_per"]) == (weights, form, sharing)]
 
 
-def column(rows: Sequence[Row], key: str = "output_error_percent") -> list[float]:
-    return [number(r, key) for r in rows]
-
-
 def kinds(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(str(r["weights"]) for r in rows))
 
@@ -161,7 +154,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     for weights in kinds(rows):
         for form in FORMATS:
             for coarse, fine in (SHARING[:2], SHARING[1:]):
-                a, b = (column(select(rows, weights, form, s)) for s in (coarse, fine))
+                a, b = (column(select(rows, weights, form, s), OUTPUT) for s in (coarse, fine))
                 helps[weights, form, f"{coarse} to {fine}"] = of_ratio(a, b).low
     good = {key for key, low in helps.items() if low >= FINER}
     kind: Kind = "held" if len(good) == len(helps) else "holds only where" if good else "did not hold"
@@ -170,7 +163,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     each_zh = "；".join(f"{form} {total} 种情形中的 {n} 种" for form, (n, total) in counts.items())
     last = kinds(rows)[-1]
     table = ", ".join(
-        f"{form} " + "/".join(f"{interval(column(select(rows, last, form, s)))[0]:.2g}" for s in SHARING)
+        f"{form} " + "/".join(f"{interval(column(select(rows, last, form, s), OUTPUT))[0]:.2g}" for s in SHARING)
         for form in FORMATS
     )
     off = deviation(rows)
@@ -192,31 +185,21 @@ def deviation(rows: Sequence[Row]) -> float:
     return max(abs(number(r, "predicted_error_percent") / number(r, "error_percent") - 1) for r in gauss)
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    panels = fig.subplots(1, len(kinds(rows)), sharey=True)
-    for axes, weights in zip(panels, kinds(rows), strict=True):
-        for form, colour in zip(FORMATS, COLOURS, strict=False):
-            found = [interval(column(select(rows, weights, form, s))) for s in SHARING]
-            axes.errorbar(
-                range(len(SHARING)), [m for m, _ in found], [h for _, h in found], fmt="o-", color=colour, label=form,
-                capsize=3,
-            )  # fmt: skip
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    panels: list[Panel] = []
+    places = range(len(SHARING))
+    for weights in kinds(rows):
+        marks = []
+        for i, form in enumerate(FORMATS):
+            found = [interval(column(select(rows, weights, form, s), OUTPUT)) for s in SHARING]
+            ends = [(m - h, m + h) for m, h in found]
+            marks.append(Line(places, [m for m, _ in found], form, "o-", i, ends))
             if weights == "Gaussian":
                 guess = [column(select(rows, weights, form, s), "predicted_error_percent")[0] for s in SHARING]
-                axes.plot(
-                    range(len(SHARING)),
-                    guess,
-                    "_",
-                    color=INK,
-                    markersize=14,
-                    label="predicted" if form == "fp8" else None,
-                )
-        axes.set_xticks(range(len(SHARING)), [*SHARING[:2], f"{GROUP} values"])
-        axes.set(title=weights, xlabel="a scale per", yscale="log")
-        axes.margins(x=0.15)
-    panels[0].set(ylabel="output error, %")
-    log_ticks(panels[0].yaxis)
-    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+                marks.append(Line(places, guess, "predicted", "_", INK, size=14))
+        names, y = [*SHARING[:2], f"{GROUP} values"], "" if panels else "output error, %"
+        panels.append(Panel(marks, weights, "a scale per", y, yscale="log", xnames=names, legend="below", share_y=True))
+    return panels
 
 
 LAB = Lab(
@@ -232,7 +215,6 @@ LAB = Lab(
     varies="Format: int8, int4, fp8 (e4m3). Values that share a scale: the tensor, a row, a group of 128.",
     measures="Relative error of the weight and of the layer's output against fp64, and the predicted error; 95 % "
     "intervals over five seeds or layers.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

@@ -15,14 +15,14 @@ import importlib.util
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.continue4 import continue4
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number
 from bagu.lab.parts.library_models import (
     CONTEXT,
     KV_MEMORY,
@@ -31,18 +31,16 @@ from bagu.lab.parts.library_models import (
     Library,
     new_model,
     read_library,
+    sized,
     train,
 )
-from bagu.lab.plot import COLOURS
+from bagu.lab.plot import Line, Mark, Note, Panel
 from bagu.nn import Transformer
 from bagu.nn.gguf_write import save_gguf
 from bagu.nn.weights import from_pretrained
 from bagu.recipes.eval_models import EngineModel
 from bagu.serve.config import EngineConfig, Quantization
 from bagu.serve.engine import Engine
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS, WIDTH = 400, 256
 DOCUMENTS, ITEMS, CHARACTERS = 60, 400, 6000
@@ -87,7 +85,8 @@ def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     library = read_library(quick=quick)
     model = new_model(width=WIDTH, seed=1, device="cpu")
-    train(model, library.train_tokens, steps=3 if quick else STEPS, seed=1)
+    steps = 3 if quick else STEPS
+    train(model, library.train_tokens, steps=steps, seed=1)
     tasks = (
         held_out(library, *((2, 800) if quick else (DOCUMENTS, CHARACTERS))),
         continue4(CONTEXT, lambda: library.held),
@@ -105,7 +104,7 @@ def run(setting: Setting) -> list[Row]:
             "continue4_low_percent": 100 * accuracy.low, "continue4_high_percent": 100 * accuracy.high,
             "items": accuracy.items,
         })  # fmt: skip
-    return rows
+    return sized(rows, model, steps)
 
 
 def held_out(library: Library, count: int, characters: int) -> Task:
@@ -141,20 +140,19 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    names = [str(row["format"]) for row in rows]
-    for i, row in enumerate(rows):
-        colour = COLOURS[i % len(COLOURS)]
-        left.plot(number(row, "weight_bits"), number(row, "loss_bits_per_byte"), "o", color=colour)
-        left.annotate(names[i], (number(row, "weight_bits"), number(row, "loss_bits_per_byte")), fontsize=8)
-        low, high = number(row, "continue4_low_percent"), number(row, "continue4_high_percent")
-        right.plot([i, i], [low, high], color=colour)
-        right.plot(i, number(row, "continue4_percent"), "o", color=colour)
-    left.set(title="Held-out text", xlabel="bits per weight", ylabel="bits per byte")
-    left.set_xscale("log", base=2)
-    right.set(title="Right continuation of four", ylabel="%")
-    right.set_xticks(range(len(names)), names)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    names, bits, loss = names_in(rows, "format"), column(rows, "weight_bits"), column(rows, "loss_bits_per_byte")
+    left: list[Mark] = [Line([x], [y], "", "o", i) for i, (x, y) in enumerate(zip(bits, loss, strict=True))]
+    left += [Note(x, y, name) for x, y, name in zip(bits, loss, names, strict=True)]
+    ends = ("continue4_low_percent", "continue4_high_percent")
+    right = [
+        Line([i], [number(r, "continue4_percent")], "", "o", i, [(number(r, ends[0]), number(r, ends[1]))])
+        for i, r in enumerate(rows)
+    ]
+    return [
+        Panel(left, "Held-out text", "bits per weight", "bits per byte", "log2"),
+        Panel(right, "Right continuation of four", y="%", xnames=names),
+    ]
 
 
 LAB = Lab(
@@ -168,7 +166,7 @@ LAB = Lab(
     f"characters; up to {ITEMS} items of continue4. On a CPU.",
     varies="The format of the weights of linear layers: fp32, bf16, int8, Q8_0, fp8, int4, Q4_0.",
     measures=f"Bits per byte of held-out text (at most {FREE:g} more counts as free), and the share of right choices.",
-    needs_gpu=False,
+    evidence="model",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -13,16 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
+from bagu.lab.plot import Heat, Panel
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 OFF_BY = 0.1  # a row whose sum differs from 1 by this much is broken; rounding stays below 0.01
@@ -118,32 +114,17 @@ def breaks_from(rows: Sequence[Row], dtype: str) -> float | None:
     return min(broken, default=None)
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2, sharey=True)
-    heat(left, [row for row in rows if row["divided"]], "Scores divided by √d")
-    heat(right, [row for row in rows if not row["divided"]], "Scores not divided")
-    fig.suptitle("Broken rows of the naive softmax, % (worst head size)", x=0.01, ha="left", fontsize=10)
-
-
-def heat(axes: Axes, rows: Sequence[Row], title: str) -> None:
-    """Fraction of broken rows, by dtype (rows) and std (columns)."""
-    dtypes = list(dict.fromkeys(str(row["dtype"]) for row in rows))
-    stds = sorted({number(row, "std") for row in rows})
-    for (y, dtype), (x, std) in product(enumerate(dtypes), enumerate(stds)):
-        shares = [number(r, "naive_broken_percent") for r in rows if (r["dtype"], r["std"]) == (dtype, std)]
-        share = max(shares)
-        # From blue (none) over orange to red. 1 % of broken rows already ruins a model, so the scale is a root.
-        colour = "#0072b2" if share == 0 else (0.84, 0.37, 0.0, 0.35 + 0.65 * (share / 100) ** 0.5)
-        axes.bar(x, 0.92, width=0.94, bottom=y - 0.46, color=colour)
-        text = "0" if share == 0 else f"{share:.0f}" if share >= 1 else f"{share:.1f}"
-        axes.text(x, y, text, ha="center", va="center", color="white" if share == 0 or share > 40 else "black")
-    axes.set(xlim=(-0.5, len(stds) - 0.5), ylim=(len(dtypes) - 0.5, -0.5), xlabel="std of q and k", title=title)
-    axes.set_xticks(range(len(stds)), [f"{std:g}" for std in stds])
-    axes.set_yticks(range(len(dtypes)), dtypes)
-    axes.tick_params(length=0)
-    axes.grid(visible=False)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    """Broken rows of the naive softmax by dtype and std, of the worst head size."""
+    panels = []
+    for divided, title in ((True, "Broken rows, %: scores divided by √d"), (False, "Scores not divided")):
+        dtypes, stds = names_in(rows, "dtype"), numbers_in(rows, "std")
+        heat = [
+            [max(column(where(rows, divided=divided, dtype=d, std=s), "naive_broken_percent")) for s in stds]
+            for d in dtypes
+        ]
+        panels.append(Panel([Heat(heat)], title, "std of q and k", xnames=[f"{s:g}" for s in stds], ynames=dtypes))
+    return panels
 
 
 LAB = Lab(
@@ -156,7 +137,6 @@ LAB = Lab(
     varies="dtype (fp16, bf16, fp32, fp64), standard deviation of q and k (1 to 50), head size, divided by √d or not.",
     measures="Fraction of rows that are not a distribution (inf, NaN or a sum off by 0.1), by overflow and underflow; "
     "largest error of a probability relative to fp64, of the naive softmax and of bagu.ops.softmax on the same scores.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

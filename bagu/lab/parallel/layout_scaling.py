@@ -10,17 +10,13 @@ cannot have more ranks than sequences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.planned import SEQ, best_plan, rows_by_size
-from bagu.lab.plot import COLOURS, log_ticks
+from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.parallel.plan import Plan
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BATCH = 1024  # 8.4M tokens per step
 SIZES = tuple(2**k for k in range(3, 14))
@@ -93,25 +89,19 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    models = list(dict.fromkeys(str(row["model"]) for row in rows))
-    panels = np.atleast_1d(fig.subplots(1, len(models)))
-    for axes, model in zip(panels, models, strict=True):
-        mine = [row for row in rows if row["model"] == model]
-        for key, label, colour in (
-            ("fsdp_step_s", "FSDP", COLOURS[1]),
-            ("three_d_step_s", "3D", COLOURS[0]),
-        ):
-            line = [(number(r, "gpus"), number(r, key) * number(r, "gpus") / 3600) for r in mine if r[key] is not None]
-            if line:
-                axes.plot(*zip(*line, strict=True), marker="o", color=colour, label=label)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    panels = []
+    for i, model in enumerate(names_in(rows, "model")):
+        marks: list[Mark] = []
+        for key, label, colour in (("fsdp_step_s", "FSDP", 1), ("three_d_step_s", "3D", 0)):
+            own = [r for r in where(rows, model=model) if r[key] is not None]
+            hours = [number(r, key) * number(r, "gpus") / 3600 for r in own]
+            marks.append(Line(column(own, "gpus"), hours, label, "o-", colour))
         point = crossing(rows, model)
         if point is not None:
-            axes.axvline(point, color=COLOURS[3], ls=":", label=f"crossing: {point} GPUs")
-        axes.set(xscale="log", yscale="log", xlabel="GPUs", title=model)
-        log_ticks(axes.yaxis)
-        axes.legend()
-    panels[0].set_ylabel("GPU-hours per step")
+            marks.append(Rule(point, f"crossing: {point} GPUs", "x", colour=3))
+        panels.append(Panel(marks, model, "GPUs", "" if i else "GPU-hours per step", "log", "log"))
+    return panels
 
 
 LAB = Lab(
@@ -125,7 +115,6 @@ LAB = Lab(
     varies="Number of GPUs (8 to 8,192) and the model (8B, 70B, 405B).",
     measures="Step time of the fastest FSDP layout (ZeRO-3, also with replicas) and of the fastest layout with tensor "
     "or pipeline parallelism, and from how many GPUs the second is faster.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Line, Panel
+from bagu.nn import Transformer, init_weights
 from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.model_parallel import apply
 from bagu.parallel.pipeline import Action, Pipeline, Schedule, bubble
 from bagu.types import Batch
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RANKS, VOCAB = 2, 64
 CLOSE = 0.1  # a measured share this close to the formula agrees with it
@@ -63,10 +61,7 @@ def expected(schedule: Schedule, m: int) -> float | None:
 def steps(points: Sequence[tuple[Schedule, int]], width: int, tokens: int, repeats: int) -> list[list[list[Action]]]:
     """On each rank: what it did in each measured step of each point."""
     mesh = open_mesh(MeshConfig(pp=RANKS), torch.device("cpu"))
-    config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=width, num_layers=8, num_heads=width // 16, num_kv_heads=width // 16, head_dim=16,
-        intermediate_size=3 * width, max_len=tokens,
-    )  # fmt: skip
+    config = tiny(VOCAB, width, layers=8, heads=width // 16, ffn=3 * width, max_len=tokens)
     found = []
     for schedule, m in points:
         parallel = apply(init_weights(Transformer(config), 0), mesh, context=tokens, schedule=schedule)
@@ -109,16 +104,13 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    axes = fig.subplots()
-    for schedule, colour in zip(get_args(Schedule), COLOURS, strict=False):
-        own = [row for row in rows if row["schedule"] == schedule]
-        m = [number(row, "micro_batches") for row in own]
-        axes.plot(m, [number(row, "idle_share") for row in own], "o-", color=colour, label=schedule)
-        if own and own[0]["formula_share"] is not None:
-            axes.plot(m, [number(row, "formula_share") for row in own], "--", color=colour)
-    axes.set(xlabel="micro-batches", ylabel="idle share (dashed: formula)", ylim=(0, None))
-    axes.legend()
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    marks = []
+    for i, schedule in enumerate(names_in(rows, "schedule")):
+        own = where(rows, schedule=schedule)
+        marks.append(Line.of(own, "micro_batches", "idle_share", schedule, "o-", i))
+        marks.append(Line.of(own, "micro_batches", "formula_share", "", "--", i))
+    return [Panel(marks, "Idle share (dashed: formula)", "micro-batches", "idle share", ylim=(0, None))]
 
 
 LAB = Lab(
@@ -130,7 +122,7 @@ LAB = Lab(
     regime="A Llama of 8 layers in fp32 on 2 processes of one machine, Gloo; stages cut by predicted cost.",
     varies="schedule, number of micro-batches",
     measures="idle share of both ranks from the timestamps of every forward and backward",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

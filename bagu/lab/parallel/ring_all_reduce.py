@@ -14,21 +14,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.plot import Line, Panel
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.ring import ring_all_reduce
 from bagu.parallel.tree import tree_all_reduce
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WAYS = ("ring", "tree", "library")
 
@@ -113,25 +109,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    ranks, sizes = max(number(r, "ranks") for r in rows), sorted({number(r, "size_bytes") for r in rows})
-    for way, colour in zip(WAYS, COLOURS, strict=False):
-        own = [r for r in rows if r["way"] == way]
-        at = [r for r in own if r["ranks"] == ranks]
-        left.plot(
-            [number(r, "size_bytes") for r in at], [number(r, "time_us") for r in at], "o-", color=colour, label=way
-        )
-        large = [r for r in own if r["size_bytes"] == sizes[-1]]
-        right.plot(
-            [number(r, "ranks") for r in large],
-            [number(r, "most_sent_bytes") / sizes[-1] for r in large],
-            "o-",
-            color=colour,
-        )
-    left.set(xscale="log", yscale="log", xlabel="size, bytes", ylabel="time, µs", title=f"{ranks:g} ranks")
-    right.set(xlabel="ranks", ylabel="times the size", title="Bytes sent by the busiest rank")
-    left.legend()
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    ranks, size = numbers_in(rows, "ranks")[-1], numbers_in(rows, "size_bytes")[-1]
+    times, sent = [], []
+    for way in WAYS:
+        times.append(Line.of(where(rows, way=way, ranks=ranks), "size_bytes", "time_us", way))
+        large = where(rows, way=way, size_bytes=size)
+        sent.append(Line.of(large, "ranks", lambda r: number(r, "most_sent_bytes") / size, way))
+    return [
+        Panel(times, f"{ranks:g} ranks", "size, bytes", "time, µs", "log", "log"),
+        Panel(sent, "Bytes sent by the busiest rank", "ranks", "times the size", legend="none"),
+    ]
 
 
 LAB = Lab(
@@ -144,7 +132,7 @@ LAB = Lab(
     varies="Algorithm (ring, tree, library), number of ranks, size of the tensor.",
     measures="Time of the slowest rank, median of repeats in turn; bytes of the messages of the busiest rank, and the "
     "formula.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -14,20 +14,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Line, Panel
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.mesh import Mesh, MeshConfig, open_mesh
 from bagu.parallel.tensor import sum_replicated, tensor_parallel
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RANKS = 4
 
@@ -59,11 +56,7 @@ def run(setting: Setting) -> list[Row]:
 
 def layers(width: int, tokens: int) -> ModelConfig:
     """A Llama of one layer, with heads of 16 and a feed-forward network of 2.75 times the width."""
-    heads = width // 16
-    return ModelConfig(
-        vocab_size=64, hidden_size=width, num_layers=1, num_heads=heads, num_kv_heads=heads, head_dim=16,
-        intermediate_size=width * 11 // 4, max_len=tokens,
-    )  # fmt: skip
+    return tiny(64, width, layers=1, heads=width // 16, ffn=width * 11 // 4, max_len=tokens)
 
 
 @contextmanager
@@ -112,18 +105,13 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(kind=kind, sentence_en=en, sentence_zh=zh)
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    axes = fig.subplots()
-    widths = sorted({number(row, "width") for row in rows})
-    for width, colour in zip(widths, COLOURS, strict=False):
-        own = [row for row in rows if row["width"] == width]
-        tokens = [number(row, "tokens") for row in own]
-        axes.plot(
-            tokens, [number(r, "tensor_bytes") for r in own], "o-", color=colour, label=f"tensor, width {width:g}"
-        )
-        axes.plot(tokens, [number(r, "data_bytes") for r in own], "--", color=colour, label=f"data, width {width:g}")
-    axes.set(xscale="log", yscale="log", xlabel="tokens of the global batch", ylabel="bytes sent by a rank, per layer")
-    axes.legend()
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    marks = []
+    for i, width in enumerate(numbers_in(rows, "width")):
+        own = where(rows, width=width)
+        marks.append(Line.of(own, "tokens", "tensor_bytes", f"tensor, width {width:g}", "o-", i))
+        marks.append(Line.of(own, "tokens", "data_bytes", f"data, width {width:g}", "--", i))
+    return [Panel(marks, "", "tokens of the global batch", "bytes sent by a rank, per layer", "log", "log")]
 
 
 LAB = Lab(
@@ -135,7 +123,6 @@ LAB = Lab(
     regime="One layer of a Llama in fp32 on 4 simulated ranks; one step of a global batch.",
     varies="tokens of the global batch, width of the model",
     measures="bytes that one rank sends per layer, counted at every collective, and the formula",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

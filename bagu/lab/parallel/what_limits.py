@@ -9,16 +9,10 @@ idle          pipeline bubble and host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.planned import best_plan, rows_by_size
-from bagu.lab.plot import COLOURS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bagu.lab.plot import Panel, Stack
 
 BATCH = 2048
 SIZES = tuple(2**k for k in range(3, 15))
@@ -70,17 +64,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    models = list(dict.fromkeys(str(row["model"]) for row in rows))
-    panels = np.atleast_1d(fig.subplots(1, len(models), sharey=True))
-    for axes, model in zip(panels, models, strict=True):
-        mine = [row for row in rows if row["model"] == model]
-        gpus = [number(row, "gpus") for row in mine]
-        shares = [[number(row, SHARE(group)) for row in mine] for group in GROUPS]
-        axes.stackplot(gpus, shares, labels=list(GROUPS), colors=COLOURS[:4], alpha=0.85)
-        axes.set(xscale="log", xlabel="GPUs", title=model, ylim=(0, 100))
-    panels[0].set_ylabel("share of the step, %")
-    panels[0].legend(loc="lower left")
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    panels = []
+    for i, model in enumerate(names_in(rows, "model")):
+        own = where(rows, model=model)
+        layers = Stack(column(own, "gpus"), {group: column(own, SHARE(group)) for group in GROUPS})
+        y = "" if i else "share of the step, %"
+        panels.append(Panel([layers], model, "GPUs", y, "log", ylim=(0, 100), legend="none" if i else "inside"))
+    return panels
 
 
 LAB = Lab(
@@ -94,7 +85,6 @@ LAB = Lab(
     varies="Number of GPUs (8 to 16,384) and the model (8B, 70B, 405B).",
     measures="The predicted share of computation, memory (recomputation, optimizer), links (communication that is not "
     "hidden) and idle time (bubble, host).",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bagu.data.random_batches import random_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import INK, Bars, Line, Mark, Panel, Rule
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.parallel.explain import step_bytes
 from bagu.parallel.local_ranks import on_ranks
@@ -28,16 +29,10 @@ from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.zero import model_state_bytes
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 RANKS, TOKENS = 4, 16
 CLAIM, CLOSE = 1.5, 0.05  # a ratio within 5 % of 1.5 agrees with the claim
 STAGES = (0, 1, 2, 3)
-SMALL = ModelConfig(
-    vocab_size=64, hidden_size=64, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=192,
-    max_len=TOKENS, tie_embeddings=True,
-)  # fmt: skip
+SMALL = tiny(64, 64, layers=8, heads=4, kv_heads=2, ffn=192, max_len=TOKENS, tie_embeddings=True)
 
 
 def models(quick: bool) -> dict[str, ModelConfig]:
@@ -133,25 +128,25 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    first = [r for r in rows if (r["model"], r["micro_batches"]) == (rows[0]["model"], 1)]
-    for dtype, colour in zip(("fp32", "bf16"), COLOURS, strict=False):
-        own = [r for r in first if r["dtype"] == dtype]
-        x = [number(r, "stage") + (0.2 if dtype == "bf16" else -0.2) for r in own]
-        left.bar(x, [number(r, "state_bytes") / number(r, "parameters") for r in own], 0.36, color=colour, label=dtype)
-        left.plot(
-            x, [number(r, "state_formula_bytes") / number(r, "parameters") for r in own], "_", color=INK, markersize=14
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    states: list[Mark] = []
+    for i, dtype in enumerate(("fp32", "bf16")):
+        own = where(rows, model=rows[0]["model"], micro_batches=1, dtype=dtype)
+        held, formula = (
+            [number(r, key) / number(r, "parameters") for r in own] for key in ("state_bytes", "state_formula_bytes")
         )
-    left.set(xlabel="stage (0: data parallel)", ylabel="bytes per parameter", title="States of a rank (−: formula)")
-    left.legend()
-    points = ratios(rows)
-    for (model, dtype), colour in zip(dict.fromkeys((m, d) for m, d, _ in points), COLOURS, strict=False):
+        x = [number(r, "stage") + 0.4 * (i - 0.5) for r in own]
+        states += [Bars(held, dtype, i), Line(x, formula, "", "_", INK, size=14)]
+    points, sent = ratios(rows), []
+    for model, dtype in dict.fromkeys((m, d) for m, d, _ in points):
         counts = sorted(n for m, d, n in points if (m, d) == (model, dtype))
-        right.plot(counts, [points[model, dtype, n] for n in counts], "o-", color=colour, label=f"{model}, {dtype}")
-    right.axhline(CLAIM, color=INK, lw=0.8)
-    right.set(xlabel="micro-batches of a rank", ylabel="stage 3 / data parallel", title="Bytes sent")
-    right.legend(fontsize=7)
+        sent.append(Line(counts, [points[model, dtype, n] for n in counts], f"{model}, {dtype}"))
+    stages, micro = [str(stage) for stage in STAGES], "micro-batches of a rank"
+    title, stage = "States of a rank (−: formula)", "stage (0: data parallel)"
+    return [
+        Panel(states, title, stage, "bytes per parameter", xnames=stages),
+        Panel([*sent, Rule(CLAIM, style="-")], "Bytes sent", micro, "stage 3 / data parallel"),
+    ]
 
 
 LAB = Lab(
@@ -164,7 +159,6 @@ LAB = Lab(
     varies="Stage (0 is data parallel), dtype of the parameters, share of the vocabulary, micro-batches of a rank.",
     measures="Bytes of all collectives of one step on one rank; bytes of the states that it holds between steps; the "
     "formula of each.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

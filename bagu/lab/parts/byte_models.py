@@ -10,8 +10,6 @@ from bagu.data import BpeTokenizer, DataConfig, Loader, StdlibSource, TokenStore
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 
-__all__ = ["VOCAB", "LibraryBytes", "read_bytes", "rows_of", "train_on_bytes"]
-
 VOCAB = 262  # 256 bytes and six control tokens
 
 

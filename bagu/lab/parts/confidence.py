@@ -7,8 +7,6 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Interval", "interval", "of_ratio"]
-
 # two-sided 95 % quantile of Student's t, by the number of values
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 

@@ -15,17 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bagu.nn import ModelConfig, Transformer
+from bagu.lab.parts.tiny import tiny
+from bagu.nn import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
 
-__all__ = ["MODEL", "PROMPT", "Served", "serve"]
-
-MODEL = ModelConfig(
-    vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=352,
-    max_len=512,
-)  # fmt: skip
+MODEL = tiny(512, 128, heads=4, kv_heads=2, ffn=352, max_len=512)
 PROMPT = 8  # tokens
 
 

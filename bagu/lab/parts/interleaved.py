@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 
 from bagu.machine.timing import measure
 
-__all__ = ["best_times", "round_times"]
-
 
 def round_times(
     ways: Mapping[str, Callable[[], object]], device: str, *, seconds: float, rounds: int = 3

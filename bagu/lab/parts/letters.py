@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bagu.data.prompts import Prompt
-from bagu.nn.config import ModelConfig
+from bagu.lab.parts.tiny import tiny
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.recipes.rollout import EngineSampler, engine_config
@@ -19,14 +19,9 @@ from bagu.train.rl.policy_objective import PolicyObjective
 from bagu.train.rl.reward_function import RewardFunction
 from bagu.train.rl.rollout import PackShape
 
-__all__ = ["CONTEXT", "LETTERS", "Letters", "policy", "prompts", "rollouts", "sampler", "source"]
-
 LETTERS = "abcdefgh"
 CONTEXT = 24
-MODEL = ModelConfig(
-    vocab_size=8, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48,
-    max_len=CONTEXT,
-)  # fmt: skip
+MODEL = tiny(8, 32, layers=1, heads=2, kv_heads=1, ffn=48, max_len=CONTEXT)
 
 
 class Letters:

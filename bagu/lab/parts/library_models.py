@@ -22,16 +22,13 @@ from bagu.data import (
     in_memory,
     tokenize,
 )
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.core import Row
+from bagu.lab.parts.tiny import tiny
+from bagu.nn import Transformer, init_weights
 from bagu.recipes.eval_models import EngineModel
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
-
-__all__ = [
-    "CONTEXT", "KV_MEMORY", "STEP_TOKENS", "VOCAB", "Library", "epoch_steps", "new_model", "on_engine", "read_library",
-    "train",
-]  # fmt: skip
 
 VOCAB, CONTEXT, ROWS = 1024, 512, 2
 STEP_TOKENS = CONTEXT * ROWS
@@ -70,10 +67,7 @@ def read_library(*, quick: bool) -> Library:
 
 
 def new_model(*, width: int, layers: int = 2, seed: int, device: str) -> Transformer:
-    config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=width, num_layers=layers, num_heads=width // 32, num_kv_heads=width // 32,
-        head_dim=32, intermediate_size=3 * width, max_len=CONTEXT, tie_embeddings=True,
-    )  # fmt: skip
+    config = tiny(VOCAB, width, layers=layers, heads=width // 32, ffn=3 * width, max_len=CONTEXT, tie_embeddings=True)
     return init_weights(Transformer(config, device=device), seed)
 
 
@@ -117,6 +111,12 @@ def train(
 def epoch_steps(loader: Loader) -> int:
     """The steps that use every row once."""
     return math.ceil(sum(layout.rows_per_epoch for layout in loader.layouts.values()) / loader.config.rows_per_step)
+
+
+def sized(rows: Iterable[Row], model: Transformer, steps: int) -> list[Row]:
+    """The rows with the size of the model that they are about."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return [row | {"parameters": parameters, "steps": steps} for row in rows]
 
 
 def on_engine(model: Transformer, library: Library) -> EngineModel:

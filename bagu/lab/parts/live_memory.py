@@ -9,8 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveMemory"]
-
 
 class LiveMemory(TorchDispatchMode):
     """While open, counts the bytes of the storages that ops return, until each is freed. Temporaries inside an op are

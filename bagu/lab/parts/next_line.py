@@ -13,8 +13,6 @@ from bagu.data import Document
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import in_fair_order
 
-__all__ = ["next_line"]
-
 BEFORE, PER_FILE = 160, 6  # characters before the line, items of a file at most
 SHORTEST, LONGEST = 6, 70  # characters of a line, without its indentation
 

@@ -11,8 +11,6 @@ from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.layouts import Workload
 from bagu.parallel.planner.models import MODELS
 
-__all__ = ["SEQ", "best_plan", "rows_by_size"]
-
 SEQ = 8192
 NAMES = ("llama3-8b", "llama3-70b", "llama3-405b")
 

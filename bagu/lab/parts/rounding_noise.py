@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mean_square_peak"]
-
 POINTS, REACH = 20_000, 10.0  # of the integral, and its end in standard deviations: 2^64 numbers stay below 10
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from bagu.data import BpeTokenizer, DataConfig, Document, Loader, in_memory, tokenize
 from bagu.data.prompts import Prompt
+from bagu.lab.parts.tiny import tiny
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.recipes.rollout import EngineSampler, engine_config
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
@@ -25,8 +26,6 @@ from bagu.train.rl.policy_loss import PolicyLoss
 from bagu.train.rl.policy_objective import PolicyObjective
 from bagu.train.rl.reward_function import RewardFunction
 from bagu.train.rl.rollout import PackShape
-
-__all__ = ["ANSWER_TOKENS", "STEP_TOKENS", "Writer", "function_text", "new_writer", "prompt_text"]
 
 NAMES = ("add", "bound", "clean", "count", "merge", "order", "scale", "split")
 ARGUMENTS, LOCALS, OPERATORS = ("a", "b", "n", "x"), ("y", "z", "out", "total"), ("+", "-", "*", "//", "%")
@@ -122,7 +121,4 @@ def _documents(count: int) -> Sequence[Document]:
 
 
 def _config(vocab_size: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab_size, hidden_size=WIDTH, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32,
-        intermediate_size=3 * WIDTH, max_len=CONTEXT, tie_embeddings=True,
-    )  # fmt: skip
+    return tiny(vocab_size, WIDTH, heads=2, ffn=3 * WIDTH, max_len=CONTEXT, tie_embeddings=True)

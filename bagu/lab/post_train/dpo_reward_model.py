@@ -5,7 +5,7 @@
 
 DPO's derivation says that both fit the same preferences; it says nothing of answers they were not trained on. A pair is
 a function of the standard library and the same function with one thing broken. Both start from one language model and
-see the same pairs in the same order. Each is trained twice, in two orders: two reward models do not agree on every pair
+see the same pairs in the same order. Each is trained in three orders: two reward models do not agree on every pair
 either, and their agreement is what the agreement of DPO with a reward model is compared with.
 """
 
@@ -16,7 +16,6 @@ import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,18 +29,15 @@ from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceEncoder
 from bagu.data.stdlib import documented_functions
 from bagu.eval.intervals import Comparison, compare, estimate
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, read_library, train
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, read_library, sized, train
+from bagu.lab.plot import Bars, Mark, Panel, Rule
 from bagu.nn import Transformer
 from bagu.nn.score import with_score_head
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 from bagu.train.preference.dpo import PreferenceOptimization
 from bagu.train.preference.reward import RewardModelling, answer_scores
 from bagu.train.rl.logprobs import segment_sums, token_logprobs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KINDS = {  # of broken_code.py
     "syntax": ("drop_bracket", "shift_line"),
@@ -54,7 +50,7 @@ WIDTH, BASE_STEPS, STEPS = 64, 600, 160
 CONTEXT, ROWS = 256, 8  # of a step of preferences: about twelve pairs
 BYTES, HELD_PAIRS = 300, 800
 RATES = {"reward": 1e-3, "dpo": 3e-4}
-ORDERS = (1, 2)
+ORDERS = (1, 2, 3)
 MARGIN = 5.0  # points: DPO ranks as a reward model does if it agrees with one at most this much less than another does
 
 
@@ -106,13 +102,15 @@ def run(setting: Setting) -> list[Row]:
     config = DataConfig(context=CONTEXT, rows=ROWS)
     base = new_model(width=WIDTH, seed=1, device=setting.device)
     train(base, library.train_tokens, steps=2 if quick else BASE_STEPS, seed=1)
+    steps = 2 if quick else STEPS
     taught = pairs(library.train, library, config, 24 if quick else None)
     asked = pairs(library.held, library, config, 12 if quick else HELD_PAIRS)
     margins: dict[tuple[str, int], list[float]] = {}
     for kind, order in setting.track(list(itertools.product(RATES, ORDERS))):
         data = DataConfig(context=CONTEXT, rows=ROWS, seed=order)
-        margins[kind, order] = learned_margins(kind, base, taught, asked, data, 2 if quick else STEPS)
-    return [row(margins, asked, group) for group in ("all", *KINDS) if group == "all" or group in asked.groups]
+        margins[kind, order] = learned_margins(kind, base, taught, asked, data, steps)
+    rows = [row(margins, asked, group) for group in ("all", *KINDS) if group == "all" or group in asked.groups]
+    return sized(rows, base, steps)
 
 
 def learned_margins(
@@ -154,8 +152,8 @@ def row(margins: dict[tuple[str, int], list[float]], asked: Pairs, group: str) -
     own = [i for i, g in enumerate(asked.groups) if group in ("all", g)]
     files = [asked.files[i] for i in own]
     ranks = {key: [values[i] > 0 for i in own] for key, values in margins.items()}
-    first, second = (ranks["reward", order] for order in ORDERS)
-    between = [float(a == b) for a, b in zip(first, second, strict=True)]
+    models = [ranks["reward", order] for order in ORDERS]
+    between = [statistics.fmean(a[i] == b[i] for a, b in itertools.combinations(models, 2)) for i in range(len(own))]
     across = [
         statistics.fmean(ranks["dpo", o][i] == ranks["reward", p][i] for o, p in itertools.product(ORDERS, ORDERS))
         for i in range(len(own))
@@ -167,6 +165,7 @@ def row(margins: dict[tuple[str, int], list[float]], asked: Pairs, group: str) -
     less: Comparison = compare(between, across, files)
     return {
         "group": group,
+        "seeds": len(ORDERS),
         "pairs": len(own),
         "files": less.clusters,
         **{
@@ -211,13 +210,19 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     ]
     agreeing = ", ".join(str(r["group"]) for r in groups if same(r)) or "none"
     agreeing_zh = "、".join(names[str(r["group"])] for r in groups if same(r)) or "无"
-    return Verdict(
+    decided = Verdict(
         kind=kind,
         sentence_en=f"DPO agrees with a reward model as two of them do, to {MARGIN:g} points, for: {agreeing}; "
         f"{len(groups) - len(able)} of {len(groups)} groups are at chance. {'. '.join(en)}.",
         sentence_zh=f"DPO 与奖励模型的一致程度（相差 {MARGIN:g} 个百分点以内）等于两个奖励模型之间的：{agreeing_zh}；"
         f"{len(groups)} 组中有 {len(groups) - len(able)} 组处于随机水平。{'。'.join(zh)}。",
     )
+    if not able:
+        return decided.undecided(
+            "reward models that rank some group better than chance: more pairs or steps.",
+            "需要至少在一组上好于随机的奖励模型：更多样本对或步数。",
+        )
+    return decided
 
 
 def difference(r: Row) -> str:
@@ -225,25 +230,20 @@ def difference(r: Row) -> str:
     return f"{number(r, 'difference_points'):+.0f}, {low:+.0f} to {high:+.0f}"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2, sharey=True)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    right: list[Mark] = [Rule(50)]
     for i, (kind, name) in enumerate((("reward", "reward model"), ("dpo", "DPO's implicit reward"))):
-        y = [number(r, f"{kind}_accuracy_percent") for r in rows]
-        below = [number(r, f"{kind}_accuracy_percent") - number(r, f"{kind}_low_percent") for r in rows]
-        above = [number(r, f"{kind}_high_percent") - number(r, f"{kind}_accuracy_percent") for r in rows]
-        x = [at + 0.36 * (i - 0.5) for at in range(len(rows))]
-        left.bar(x, y, 0.34, yerr=(below, above), color=COLOURS[i], ecolor=INK, capsize=2, label=name)
-    agreements = (("two_reward_models_agree", "two reward models"), ("dpo_agrees", "DPO and a reward model"))
-    for i, (key, name) in enumerate(agreements):
-        x = [at + 0.36 * (i - 0.5) for at in range(len(rows))]
-        right.bar(x, [number(r, f"{key}_percent") for r in rows], 0.34, color=COLOURS[i + 2], label=name)
-    for axes, title in ((left, "Held-out pairs ranked right"), (right, "Held-out pairs ranked the same")):
-        axes.axhline(50, color=INK, lw=0.8, ls=":")
-        axes.set_xticks(range(len(rows)), [f"{r['group']}\n({r['pairs']})" for r in rows])
-        axes.grid(False, axis="x")
-        axes.set(title=title, ylim=(0, 118))
-        axes.legend(loc="upper right", ncols=2)
-    left.set_ylabel("%")
+        ends = list(zip(column(rows, f"{kind}_low_percent"), column(rows, f"{kind}_high_percent"), strict=True))
+        right.append(Bars(column(rows, f"{kind}_accuracy_percent"), name, i, ends))
+    same = [
+        Bars(column(rows, "two_reward_models_agree_percent"), "two reward models", 2),
+        Bars(column(rows, "dpo_agrees_percent"), "DPO and a reward model", 3),
+    ]
+    names = [f"{r['group']}\n({r['pairs']})" for r in rows]
+    return [
+        Panel(right, "Held-out pairs ranked right", y="%", ylim=(0, 118), xnames=names),
+        Panel([*same, Rule(50)], "Held-out pairs ranked the same", ylim=(0, 118), xnames=names),
+    ]
 
 
 LAB = Lab(
@@ -259,7 +259,7 @@ LAB = Lab(
     varies="What is trained on the pairs, the order of the pairs, how a function is broken.",
     measures="Share of held-out pairs ranked right, and ranked the same by two reward models and by DPO and a reward "
     "model; the difference of the last two with a 95 % interval, by the bootstrap over files.",
-    needs_gpu=False,
+    evidence="training",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, get_args
+from itertools import product
+from typing import get_args
 
 import torch
 
 from bagu.data import DataConfig, evaluation_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.parts.library_models import CONTEXT, STEP_TOKENS, VOCAB, Library, new_model, read_library, train
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.parts.library_models import CONTEXT, STEP_TOKENS, VOCAB, Library, new_model, read_library, sized, train
+from bagu.lab.plot import Line, Panel, Rule
 from bagu.nn import Transformer
 from bagu.train.rl.formulas import Estimator, kl_estimate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 MODEL, CATEGORICAL = "model", "categorical"
@@ -58,7 +55,8 @@ def run(setting: Setting) -> list[Row]:
         *((MODEL, steps, partial(drifted, steps)) for steps in drifts),
         *((CATEGORICAL, noise, partial(random_pair, noise, positions)) for noise in noises),
     ]
-    return [row for source, drift, make in setting.track(points) for row in measure(source, drift, *make(), batches)]
+    rows = [row for source, drift, make in setting.track(points) for row in measure(source, drift, *make(), batches)]
+    return sized(rows, models()[0], 3 if quick else STEPS)
 
 
 def train_both(
@@ -184,51 +182,30 @@ def nats(kls: Sequence[float]) -> str:
     return f"{kls[0]:.2g} nats" if len(kls) == 1 else f"{kls[0]:.2g} to {kls[-1]:.2g} nats"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, middle, right = fig.subplots(1, 3)
-    plot_lines(left, rows, "deviation_nats")
-    left.set(title="Standard deviation of one token", ylabel="relative to the KL")
-    plot_lines(middle, rows, "bias_nats")
-    middle.set(title="Bias", ylabel="relative to the KL")
-    plot_batches(right, rows)
-    left.legend(fontsize=7.5)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    """Relative to the KL, by the KL; and the estimates of batches of the language model, with the range of 95 %."""
+    deviation: list[Line] = []
+    biases: list[Line] = []
+    batches = []
+    for (source, style), (i, name) in product(((MODEL, "o-"), (CATEGORICAL, "s:")), enumerate(ESTIMATORS)):
+        own = sorted(where(rows, source=source, estimator=name), key=lambda r: number(r, "kl_nats"))
+        for lines, key in ((deviation, "deviation_nats"), (biases, "bias_nats")):
+            lines.append(Line.of(own, "kl_nats", partial(over_kl, key), f"{name}, {source}", style, i))
+        if source == MODEL:
+            low, median, high = ([over_kl(f"batch_{w}_nats", r) for r in own] for w in ("low", "median", "high"))
+            x = [number(r, "kl_nats") * 1.12 ** (i - 1) for r in own]
+            batches.append(Line(x, median, name, "o", i, list(zip(low, high, strict=True))))
+    kl, y = "KL(policy || reference), nats per token", "relative to the KL"
+    title = f"Batches of {rows[0]['positions']:,} tokens (model)"
+    return [
+        Panel(deviation, "Standard deviation of one token", kl, y, "log", "log"),
+        Panel(biases, "Bias", kl, y, "log", legend="none"),
+        Panel([*batches, Rule(1)], title, kl, "estimate relative to the KL", "log"),
+    ]
 
 
-def plot_lines(axes: Axes, rows: Sequence[Row], key: str) -> None:
-    """Relative to the KL, by the KL; the bias on a linear axis, the standard deviation on a logarithmic one."""
-    for source, style in ((MODEL, "-o"), (CATEGORICAL, ":s")):
-        for name, colour in zip(ESTIMATORS, COLOURS, strict=False):
-            own = sorted(
-                (r for r in rows if (r["source"], r["estimator"]) == (source, name)), key=lambda r: number(r, "kl_nats")
-            )
-            x = [number(r, "kl_nats") for r in own]
-            y = [number(r, key) / number(r, "kl_nats") for r in own]
-            axes.plot(x, y, style, color=colour, label=f"{name}, {source}")
-    axes.set_xscale("log")
-    if key == "deviation_nats":
-        axes.set_yscale("log")
-    axes.set(xlabel="KL(policy || reference), nats per token")
-
-
-def plot_batches(axes: Axes, rows: Sequence[Row]) -> None:
-    """The estimates of batches for the language model: median, and the range of 95 %."""
-    own = [row for row in rows if row["source"] == MODEL]
-    for i, (name, colour) in enumerate(zip(ESTIMATORS, COLOURS, strict=False)):
-        mine = [row for row in own if row["estimator"] == name]
-        kls = [number(r, "kl_nats") for r in mine]
-        x = [kl * 1.12 ** (i - 1) for kl in kls]
-        low, median, high = (
-            [number(r, f"batch_{which}_nats") / kl for r, kl in zip(mine, kls, strict=True)]
-            for which in ("low", "median", "high")
-        )
-        axes.vlines(x, low, high, color=colour)
-        axes.plot(x, median, "o", color=colour, label=name)
-    axes.axhline(1, color=INK, lw=0.8, ls=":")
-    axes.set_xscale("log")
-    positions = own[0]["positions"]
-    axes.set(xlabel="KL(policy || reference), nats per token", ylabel="estimate relative to the KL")
-    axes.set_title(f"Batches of {positions:,} tokens (model)")
-    axes.legend()
+def over_kl(key: str, row: Row) -> float:
+    return number(row, key) / number(row, "kl_nats")
 
 
 LAB = Lab(
@@ -244,7 +221,7 @@ LAB = Lab(
     "the estimator.",
     measures="Bias and standard deviation of one sampled token, exactly, by sums over the vocabulary in fp64; median "
     f"and 95 % range of the mean over a batch of {POSITIONS:,} tokens in {BATCHES} draws.",
-    needs_gpu=False,
+    evidence="model",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -14,20 +14,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.letters import policy, rollouts
-from bagu.lab.plot import COLOURS
+from bagu.lab.plot import Line, Panel
 from bagu.train import OptimizerConfig, TrainConfig, fit
 from bagu.train.rl.grpo import GroupRelative
 from bagu.train.rl.policy_loss import PolicyLoss
 from bagu.train.rl.ppo import ProximalPolicy
 from bagu.train.rl.reward_function import Sample, Scored
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ANSWERS, GROUP, EPOCHS = 32, 8, 2
 ROLLOUTS, SEEDS = 18, (1, 2, 3, 4)
@@ -82,7 +78,7 @@ def curve(task: str, algorithm: str, rate: float, seed: int, rounds: int) -> lis
     return [
         {
             "task": task, "algorithm": algorithm, "rate": rate, "seed": seed, "answers": ANSWERS * i, "share": share,
-            "rollout_s": seconds, "parameters": parameters,
+            "rollout_s": seconds, "parameters": parameters, "steps": config.steps,
         }
         for i, share in enumerate(reward.shares[:rounds])
     ]  # fmt: skip
@@ -120,30 +116,32 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     en = [f"{task}: PPO {mean:+.3f} ± {half:.3f} of the mean share" for task, (mean, half) in found.items()]
     zh = [f"{task}：PPO 的平均比例高 {mean:+.3f} ± {half:.3f}" for task, (mean, half) in found.items()]
     more = sizes["PPO"] / sizes["GRPO"]
-    return Verdict(
+    decided = Verdict(
         kind=kind,
         sentence_en=f"Against GRPO with as many answers, {'; '.join(en)}. PPO trains {more:.1f} times the parameters.",
         sentence_zh=f"在相同的采样数下与 GRPO 相比，{'；'.join(zh)}。PPO 训练的参数是 {more:.1f} 倍。",
     )
+    if not better and not any(mean < -half for mean, half in found.values()):
+        return decided.undecided(
+            "more seeds: no difference is larger than its interval.", "更多种子：没有一个差值大于其区间。"
+        )
+    return decided
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    tasks = list(dict.fromkeys(str(r["task"]) for r in rows))
-    for axes, task in zip(fig.subplots(1, len(tasks), sharey=True), tasks, strict=True):
-        for name, colour in zip(ALGORITHMS, COLOURS, strict=False):
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    panels: list[Panel] = []
+    for task in names_in(rows, "task"):
+        marks = []
+        for i, name in enumerate(ALGORITHMS):
             rate, seeds = learned(rows, task, name)
-            own = [r for r in rows if (r["task"], r["algorithm"], r["rate"]) == (task, name, rate)]
-            x = sorted({number(r, "answers") for r in own})
-            curves = [[number(r, "share") for r in own if r["seed"] == seed] for seed in seeds]
-            for one in curves:
-                axes.plot(x, one, color=colour, alpha=0.25, lw=0.8)
-            axes.plot(
-                x, [statistics.fmean(at) for at in zip(*curves, strict=True)], color=colour, label=f"{name}, {rate:g}"
-            )
-        axes.set(title=task, xlabel="answers", ylim=(0, 1))
-        axes.legend(title="learning rate", fontsize=7.5, loc="lower right")
-        if task == tasks[0]:
-            axes.set_ylabel("share of the right letter")
+            own = where(rows, task=task, algorithm=name, rate=rate)
+            x, curves = numbers_in(own, "answers"), [column(where(own, seed=seed), "share") for seed in seeds]
+            marks += [Line(x, one, "", "-", i, alpha=0.25) for one in curves]
+            mean = [statistics.fmean(at) for at in zip(*curves, strict=True)]
+            marks.append(Line(x, mean, f"{name}, learning rate {rate:g}", "-", i))
+        y = "" if panels else "share of the right letter"
+        panels.append(Panel(marks, task, "answers", y, ylim=(0, 1)))
+    return panels
 
 
 LAB = Lab(
@@ -158,7 +156,7 @@ LAB = Lab(
     varies="The algorithm, the task, the learning rate, the seed.",
     measures="The share of the right letter in the answers of each rollout; its mean over the run, paired by "
     "seed, with a 95 % interval.",
-    needs_gpu=False,
+    evidence="training",
     run=run,
     verdict=verdict,
     plot=plot,

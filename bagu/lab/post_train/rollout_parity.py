@@ -11,24 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from bagu import ops
 from bagu.data.sequences import Tokens, pack
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.parts.library_models import KV_MEMORY, STEP_TOKENS, VOCAB, Library, new_model, read_library, train
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.parts.library_models import KV_MEMORY, STEP_TOKENS, VOCAB, Library, new_model, read_library, sized, train
+from bagu.lab.plot import Bars, Line, Note, Panel, Rule
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import Transformer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling
 from bagu.train.rl.logprobs import token_logprobs
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS, WIDTH = 200, 128
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 32, 128
@@ -58,7 +55,8 @@ def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     library = read_library(quick=quick)
     model = new_model(width=WIDTH, seed=1, device=setting.device)
-    train(model, library.train_tokens, steps=3 if quick else STEPS, seed=1)
+    steps = 3 if quick else STEPS
+    train(model, library.train_tokens, steps=steps, seed=1)
     prompts = beginnings(library, 4 if quick else PROMPTS)
     weights = {name: t.clone() for name, t in model.state_dict().items()}
     rows = []
@@ -66,7 +64,7 @@ def run(setting: Setting) -> list[Row]:
         model.to(torch.float32).load_state_dict(weights)
         difference = logprob_difference(model.to(mode.dtype).eval(), prompts, 8 if quick else ANSWER_TOKENS, mode)
         rows.append(measure(mode.name, difference))
-    return rows
+    return sized(rows, model, steps)
 
 
 def beginnings(library: Library, count: int) -> list[list[int]]:
@@ -133,23 +131,22 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict(kind=kind, sentence_en=f"{'. '.join(en)}.", sentence_zh=f"{'。'.join(zh)}。")
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    names = [str(row["mode"]) for row in rows]
+def plot(rows: Sequence[Row]) -> list[Panel]:
     floor = 1e-8  # bits that are equal have no place on a logarithmic axis
-    for i, (row, colour) in enumerate(zip(rows, COLOURS, strict=False)):
-        equal = number(row, "max_nats") == 0
-        left.bar(i, max(number(row, "max_nats"), floor), color=colour)
-        left.text(i, max(number(row, "max_nats"), floor) * 1.3, "0" if equal else f"{row['max_nats']:.1g}", ha="center")
+    largest, outside = [max(number(row, "max_nats"), floor) for row in rows], []
+    for i, row in enumerate(rows):
         shares = [(clip, clipped(row, clip)) for clip in CLIPS if clipped(row, clip) > 0]
         if shares:
-            right.plot(*zip(*shares, strict=True), "-o", color=colour, label=row["mode"])
-    left.set(title="Largest difference", ylabel="nats", yscale="log", ylim=(floor / 2, 10))
-    left.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace(" w", "\nw") for name in names])
-    right.axvline(CLIP, color=INK, lw=0.8, ls=":")
-    right.set(title="Tokens outside 1 ± ε", xlabel="ε (dotted: PPO's 0.2)", ylabel="%", xscale="log", yscale="log")
-    if right.lines[:-1]:
-        right.legend()
+            outside.append(
+                Line([clip for clip, _ in shares], [share for _, share in shares], str(row["mode"]), "o-", i)
+            )
+    names = [str(row["mode"]).replace(", ", ",\n").replace(" w", "\nw") for row in rows]
+    notes = [Note(i, v, "0" if v == floor else f"{v:.1g}", align="center") for i, v in enumerate(largest)]
+    bars, clip, epsilon = Bars(largest, colour="each", bottom=floor / 2), Rule(CLIP, axis="x"), "ε (dotted: PPO's 0.2)"
+    return [
+        Panel([bars, *notes], "Largest difference", y="nats", yscale="log", ylim=(floor / 2, 10), xnames=names),
+        Panel([*outside, clip], "Tokens outside 1 ± ε", epsilon, "%", "log", "log"),
+    ]
 
 
 LAB = Lab(
@@ -163,7 +160,7 @@ LAB = Lab(
     f"{ANSWER_TOKENS} tokens, sampled at temperature 1.",
     varies="The arithmetic: invariant, fast, bf16 where it is fast, int8 weights in the engine (CPU).",
     measures="The difference of both logprobs for every sampled token; the share of ratios outside 1 ± ε.",
-    needs_gpu=False,
+    evidence="model",
     run=run,
     verdict=verdict,
     plot=plot,

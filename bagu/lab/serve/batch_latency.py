@@ -15,17 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number, where
 from bagu.lab.parts.engine_load import MODEL, PROMPT, Served, serve
-from bagu.lab.plot import INK, log_ticks
+from bagu.lab.plot import INK, Line, Note, Panel
 from bagu.nn import Transformer, init_weights
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LOADS = (0.3, 0.6, 0.9)  # Poisson arrivals, as a fraction of the closed loop's rate
@@ -106,28 +102,20 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    closed = [r for r in rows if r["load"] == "closed loop"]
-    x, y = [number(r, "tpot_ms") for r in closed], [number(r, "output_tokens_per_s") for r in closed]
-    left.plot(x, y, "o-", color="C0")
-    for row, a, b in zip(closed, x, y, strict=True):
-        left.annotate(str(row["batch"]), (a, b), xytext=(6, -3), textcoords="offset points", fontsize=8)
-    left.set(xlabel="time per output token, ms", ylabel="output tokens/s", title="Numbers are the batch")
-    left.set_ylim(bottom=0)
-    left.set_xlim(left=0, right=1.1 * max(x))
-    for kind, mark, colour in (("closed loop", "o", "C0"), ("Poisson", "s", "C1")):
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    closed = where(rows, load="closed loop")
+    x, y = column(closed, "tpot_ms"), column(closed, "output_tokens_per_s")
+    notes = [Note(a, b, str(r["batch"]), shift=(6, -3)) for r, a, b in zip(closed, x, y, strict=True)]
+    ends = [min(column(rows, "in_system_requests")), max(column(rows, "in_system_requests"))]
+    law = [Line(ends, ends, "L = λW", ":", INK)]
+    for i, kind in enumerate(("closed loop", "Poisson")):
         some = [r for r in rows if str(r["load"]).startswith(kind)]
-        pairs = [(number(r, "rate_times_latency_requests"), number(r, "in_system_requests")) for r in some]
-        right.plot(*zip(*pairs, strict=True), mark, color=colour, label=kind)
-    ends = [min(number(r, "in_system_requests") for r in rows), max(number(r, "in_system_requests") for r in rows)]
-    right.plot(ends, ends, ":", color=INK, linewidth=1, label="L = λW")
-    right.set(
-        xscale="log", yscale="log", xlabel="λW, requests", ylabel="L, requests in the engine", title="Little's law"
-    )
-    log_ticks(right.xaxis)
-    log_ticks(right.yaxis)
-    right.legend()
+        law.append(Line.of(some, "rate_times_latency_requests", "in_system_requests", kind, "os"[i], i))
+    speed, unit = [Line(x, y), *notes], "time per output token, ms"
+    return [
+        Panel(speed, "Numbers are the batch", unit, "output tokens/s", xlim=(0, 1.1 * max(x)), ylim=(0, None)),
+        Panel(law, "Little's law", "λW, requests", "L, requests in the engine", "log", "log"),
+    ]
 
 
 LAB = Lab(
@@ -142,7 +130,7 @@ LAB = Lab(
     f"rate of {SLOTS} clients.",
     measures="Output tokens per second, time per output token; the number of requests in the engine (L), requests per "
     f"second (λ), mean latency (W). The fastest of {ROUNDS} runs. Nearly free: ×{FREE} or more for a doubling.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

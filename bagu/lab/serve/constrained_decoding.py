@@ -15,21 +15,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from bagu.bench.constrained import PEOPLE
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.parts.library_models import STEP_TOKENS, VOCAB, Library, new_model, read_library, train
-from bagu.lab.plot import COLOURS
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number
+from bagu.lab.parts.library_models import STEP_TOKENS, VOCAB, Library, new_model, read_library, sized, train
+from bagu.lab.plot import Bars, Line, Panel
 from bagu.nn import Transformer
 from bagu.serve.constrain.compiler import GrammarCompiler
 from bagu.serve.grammar import Grammar
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 STEPS, WIDTH = 600, 64
 CONTEXTS, CONTEXT = 24, 32  # number and tokens of the prompts
@@ -49,7 +46,8 @@ class Outputs(NamedTuple):
 def run(setting: Setting) -> list[Row]:
     library = read_library(quick=setting.quick)
     model = new_model(width=WIDTH, seed=1, device=setting.device)
-    train(model, library.train_tokens, steps=3 if setting.quick else STEPS, seed=1)
+    steps = 3 if setting.quick else STEPS
+    train(model, library.train_tokens, steps=steps, seed=1)
     compiler = GrammarCompiler(library.tokenizer, VOCAB, (library.tokenizer.eos_id,))
     bits = BITS[:2] if setting.quick else BITS
     grammars = {f"{n} bit{'s' * (n > 1)}": Grammar.regex(f" [01]{{{n}}}\n") for n in bits}
@@ -59,7 +57,8 @@ def run(setting: Setting) -> list[Row]:
         distances(name, model, enumerate_outputs(compiler.matcher(grammar)), prompts, library)
         for name, grammar in setting.track(list(grammars.items()))
     ]
-    return rows + [cost(name, grammar, library, MASKS // 20 if setting.quick else MASKS) for name, grammar in TIMED]
+    rows += [cost(name, grammar, library, MASKS // 20 if setting.quick else MASKS) for name, grammar in TIMED]
+    return sized(rows, model, steps)
 
 
 def contexts(library: Library, count: int) -> list[list[int]]:
@@ -210,22 +209,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, middle, right = fig.subplots(1, 3)
-    measured = [row for row in rows if "total_variation" in row]
-    names, x = [str(row["grammar"]) for row in measured], range(len(measured))
-    left.bar(x, [number(r, "total_variation") for r in measured], color=COLOURS[0], label="median")
-    left.plot(x, [number(r, "largest_variation") for r in measured], "o", color=COLOURS[1], label="largest")
-    left.set(title="Total variation, masked to conditioned", ylim=(0, 1))
-    left.legend(fontsize=7.5)
-    middle.bar(x, [number(r, "greedy_is_best_percent") for r in measured], color=COLOURS[2])
-    middle.set(title="Masked greedy is the best valid output", ylabel="% of prompts")
-    for axes in (left, middle):
-        axes.set_xticks(list(x), names, rotation=30, fontsize=7.5)
-    times = [row for row in rows if "mask_us" in row]
-    right.bar(range(len(times)), [number(r, "mask_us") for r in times], color=COLOURS[3])
-    right.set(title="Time of a mask", ylabel="µs")
-    right.set_xticks(range(len(times)), [str(r["grammar"]) for r in times], rotation=30, fontsize=7.5)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    measured, times = ([row for row in rows if key in row] for key in ("total_variation", "mask_us"))
+    largest = Line(range(len(measured)), column(measured, "largest_variation"), "largest", "o", 1)
+    variation = [Bars(column(measured, "total_variation"), "median", 0), largest]
+    best = [Bars(column(measured, "greedy_is_best_percent"), colour=2)]
+    names, title = names_in(measured, "grammar"), "Masked greedy is the best valid output"
+    return [
+        Panel(variation, "Total variation, masked to conditioned", ylim=(0, 1), xnames=names),
+        Panel(best, title, y="% of prompts", xnames=names),
+        Panel([Bars(column(times, "mask_us"), colour=3)], "Time of a mask", y="µs", xnames=names_in(times, "grammar")),
+    ]
 
 
 LAB = Lab(
@@ -241,7 +235,7 @@ LAB = Lab(
     measures="The total variation between the two distributions, the probability that free text is valid, and whether "
     "greedy decoding finds the most probable valid text, all by enumeration; the time to compile a grammar and to "
     "compute a mask.",
-    needs_gpu=False,
+    evidence="model",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -16,24 +16,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import INK
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number
+from bagu.lab.parts.engine_load import MODEL
+from bagu.lab.plot import Bars, Panel
+from bagu.nn import Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-MODEL = ModelConfig(
-    vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=352,
-    max_len=512,
-)  # fmt: skip
 PADDED, STATIC, CONTINUOUS = WAYS = ("static, padded", "static", "continuous")
 SLOTS, PROMPT, ANSWER = 16, 16, 32  # ANSWER is a mean number of tokens
 LOAD = 0.6  # arrival rate, as a fraction of the maximum throughput of continuous batching
@@ -176,26 +170,23 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Throughput with all requests at once, and latency under arrivals: bars show p50, whiskers p99."""
-    left, right = fig.subplots(1, 2)
-    spreads = list(dict.fromkeys(str(row["spread"]) for row in rows))
-    for i, way in enumerate(WAYS):
-        places = [j + 0.27 * (i - 1) for j in range(len(spreads))]
-        rate = [median(rows, "answer_tokens_per_s", spread=s, way=way, load="all at once") for s in spreads]
-        left.bar(places, rate, 0.25, color=f"C{i}", label=way)
-        mid, tail = ([median(rows, f"latency_{p}_ms", spread=s, way=way, load="poisson") for s in spreads]
-                     for p in ("p50", "p99"))  # fmt: skip
-        right.bar(places, mid, 0.25, color=f"C{i}", label=way)
-        up = [b - a for a, b in zip(mid, tail, strict=True)]
-        right.errorbar(places, mid, yerr=[[0.0] * len(up), up], fmt="none", ecolor=INK, capsize=3, linewidth=1)
-    left.set(ylabel="output tokens/s", title="All requests at once")
-    right.set(ylabel="arrival to last token, ms", title=f"Poisson arrivals at {LOAD:.0%} (bar p50, whisker p99)")
-    for axes in (left, right):
-        axes.set_xticks(range(len(spreads)), spreads)
-        axes.set_xlabel("output lengths")
-        axes.grid(False, axis="x")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    spreads, rates, latencies = names_in(rows, "spread"), [], []
+    for way in WAYS:
+        rates.append(
+            Bars([median(rows, "answer_tokens_per_s", spread=s, way=way, load="all at once") for s in spreads], way)
+        )
+        mid, tail = (
+            [median(rows, f"latency_{p}_ms", spread=s, way=way, load="poisson") for s in spreads]
+            for p in ("p50", "p99")
+        )
+        latencies.append(Bars(mid, way, ends=list(zip(mid, tail, strict=True))))
+    x, title = "output lengths", f"Poisson arrivals at {LOAD:.0%} (bar p50, whisker p99)"
+    return [
+        Panel(rates, "All requests at once", x, "output tokens/s", xnames=spreads, legend="below"),
+        Panel(latencies, title, x, "arrival to last token, ms", xnames=spreads, legend="below"),
+    ]
 
 
 LAB = Lab(
@@ -211,7 +202,7 @@ LAB = Lab(
     f"{LOAD:.0%} of the maximum throughput of continuous batching.",
     measures="Output tokens per second with all requests at once; latency from arrival to last token, p50 and p99 "
     f"over requests; medians over seeds. Met if the throughput is at least ×{FASTER} that of static without padding.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -14,19 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.parts.decoding import decode_step_s
-from bagu.lab.plot import COLOURS, INK, log_ticks
+from bagu.lab.plot import INK, Line, Panel
 from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import ModelConfig, Transformer, count, init_weights
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SMALL = ModelConfig(  # 17 M weights, 67 MB in fp32: more than most caches hold
     vocab_size=2048, hidden_size=512, num_layers=5, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1536,
@@ -37,6 +33,7 @@ LARGE = ModelConfig(  # the sizes of Qwen3-0.6B
     vocab_size=151936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,
     intermediate_size=3072, max_len=16384, tie_embeddings=True, qk_norm=True,
 )  # fmt: skip
+POSSIBLE = 1.1  # times the roofline: a step that is faster did not read its bytes from memory, or the ceiling is wrong
 ENOUGH = 0.5  # a step at this fraction of the roofline counts as bound by it
 
 
@@ -105,7 +102,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     gbs = number(best, "read_bytes") / number(best, "step_ms") / 1e6
     where = f"{number(best, 'batch_sequences'):.0f} × {number(best, 'context_tokens'):,.0f}"
     top = f"{number(fastest, 'batch_sequences'):.0f} × {number(fastest, 'context_tokens'):,.0f}"
-    return Verdict(
+    found = Verdict(
         kind=kind,
         sentence_en=f"On {best['device']} bytes take longer than products in {len(bound)} of {len(rows)} steps. The "
         f"best is {gbs:,.1f} GB/s, {fraction(best):.0%} of the roofline, at {where} tokens; the fastest "
@@ -116,34 +113,33 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         f"{number(fastest, 'tokens_per_s'):,.0f} 个 token。达到读带宽 {ENOUGH:.0%} 以上的（序列 × token）："
         f"{'、'.join(places) or '无'}。",
     )
+    if fraction(best) <= POSSIBLE:
+        return found
+    return found.undecided(
+        "weights that no cache holds (a full run), or a ceiling measured on an idle machine: no step beats memory.",
+        "需要任何缓存都放不下的权重（完整运行），或在空闲机器上测得的上限：没有一步能快过内存。",
+    )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Tokens/s by batch, and GFLOP/s by intensity under the roofline."""
-    left, right = fig.subplots(1, 2)
-    contexts = sorted({number(row, "context_tokens") for row in rows})
     reach, peak = number(rows[0], "read_ceiling_bytes_per_s"), number(rows[0], "matmul_ceiling_flop_per_s")
-    intensities = []
-    for context, colour in zip(contexts, COLOURS, strict=False):
-        some = [row for row in rows if number(row, "context_tokens") == context]
-        label = f"{context:,.0f} tokens"
-        x = [number(row, "flops") / number(row, "read_bytes") for row in some]
-        intensities += x
-        left.plot([number(row, "batch_sequences") for row in some], [number(row, "tokens_per_s") for row in some],
-                  "o-", color=colour, label=label)  # fmt: skip
-        right.plot(x, [number(row, "flops") / number(row, "step_ms") / 1e6 for row in some], "o", color=colour,
-                   label=label)  # fmt: skip
-    ends = [min(intensities) / 2, max(*intensities, peak / reach) * 2]
+    speed, under = [], []
+    for context in numbers_in(rows, "context_tokens"):
+        own, label = where(rows, context_tokens=context), f"{context:,.0f} tokens"
+        speed.append(Line.of(own, "batch_sequences", "tokens_per_s", label))
+        under.append(Line.of(own, intensity, lambda r: number(r, "flops") / number(r, "step_ms") / 1e6, label, "o"))
+    ends = [min(map(intensity, rows)) / 2, max(*map(intensity, rows), peak / reach) * 2]
     roof = sorted({ends[0], peak / reach, ends[1]})
-    right.plot(roof, [min(i * reach, peak) / 1e9 for i in roof], "-", color=INK, lw=1, label="roofline")
-    left.set(xlabel="sequences", ylabel="tokens/s", title="Speed")
-    right.set(xlabel="FLOPs per byte", ylabel="GFLOP/s", title="Under the roofline")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set(yscale="log")
-        log_ticks(axes.yaxis)
-        axes.legend(fontsize=8)
+    under.append(Line(roof, [min(i * reach, peak) / 1e9 for i in roof], "roofline", "-", INK))
+    return [
+        Panel(speed, "Speed", "sequences", "tokens/s", "log2", "log"),
+        Panel(under, "Under the roofline", "FLOPs per byte", "GFLOP/s", "log2", "log"),
+    ]
+
+
+def intensity(row: Row) -> float:
+    return number(row, "flops") / number(row, "read_bytes")
 
 
 LAB = Lab(
@@ -158,7 +154,7 @@ LAB = Lab(
     varies="Sequences in the batch, and tokens in the context of each.",
     measures="Median time of a step; bytes and FLOPs by formula; read bandwidth and matmul rate measured in the same "
     f"run. A step is bound by reading if that takes longer than its products and at least {ENOUGH:.0%} of its time.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

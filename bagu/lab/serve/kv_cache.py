@@ -13,25 +13,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
 from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import log_ticks
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Line, Panel, Rule
+from bagu.nn import Transformer, init_weights
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.kv.paged import block_bytes
 from bagu.serve.request import Request, Sampling
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-MODEL = ModelConfig(
-    vocab_size=2048, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=704,
-    max_len=4096 + 256,
-)  # fmt: skip
+MODEL = tiny(2048, 256, layers=4, heads=4, kv_heads=2, ffn=704, max_len=4096 + 256)
 ROUNDS = 3  # interleaved; the best is used, because other load on the machine can only make a run slower
 FLAT = 0.25  # a time within this fraction of the one at the shortest context counts as independent of the length
 
@@ -121,32 +116,24 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Times by length, and the speedup."""
-    left, right = fig.subplots(1, 2)
-    lengths = [number(row, "length_tokens") for row in rows]
-    series = {
-        "no cache": "no_cache_ms",
-        "cache": "cache_ms",
-        "training, per token": "training_ms_per_token",
-    }
-    for name, key in series.items():
-        left.plot(lengths, [number(row, key) for row in rows], "o-", label=name)
-    left.set(yscale="log", ylabel="time per token, ms", title="One more token")
-    log_ticks(left.yaxis)
-    right.plot(lengths, [number(row, "no_cache_ms") / number(row, "cache_ms") for row in rows], "o-",
-               label="cache relative to no cache, for a new token")  # fmt: skip
-    right.plot(lengths, [number(row, "training_ms_per_token") / number(row, "cache_ms") for row in rows], "o-",
-               color="C2", label="cache relative to one forward, for a known text")  # fmt: skip
-    right.axhline(1, linestyle="--", linewidth=1, color="C1")
-    right.set(yscale="log", ylabel="speedup of the cached step, ×", title="Speedup of the cache")
-    log_ticks(right.yaxis)
-    right.legend(fontsize=8)
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="earlier tokens")
-        axes.xaxis.set_major_formatter("{x:g}")
-    left.legend(fontsize=8)
+    names = {"no cache": "no_cache_ms", "cache": "cache_ms", "training, per token": "training_ms_per_token"}
+    times = [Line.of(rows, "length_tokens", key, name) for name, key in names.items()]
+    new, known = "no cache, for a new token", "one forward, for a known text"
+    gains = [
+        Line.of(rows, "length_tokens", partial(over_cache, key), f"cache relative to {name}", colour=i)
+        for i, key, name in ((0, "no_cache_ms", new), (2, "training_ms_per_token", known))
+    ]
+    even, y = Rule(1, style="--", colour=1), "speedup of the cached step, ×"
+    return [
+        Panel(times, "One more token", "earlier tokens", "time per token, ms", "log2", "log"),
+        Panel([*gains, even], "Speedup of the cache", "earlier tokens", y, "log2", "log"),
+    ]
+
+
+def over_cache(key: str, row: Row) -> float:
+    return number(row, key) / number(row, "cache_ms")
 
 
 LAB = Lab(
@@ -162,7 +149,7 @@ LAB = Lab(
     varies="Number of earlier tokens; with a cache, without, and as one forward over a known text.",
     measures="Best of three medians. The time counts as independent of the length if a cached step is within "
     f"{FLAT:.0%} of the one at the shortest length.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import FAINT, INK
+from bagu.lab.plot import INK, Line, Mark, Note, Panel, Rule
 from bagu.serve.kv.blocks import Blocks
 from bagu.serve.request import Request, Sampling
 from bagu.serve.scheduler import Scheduler, SchedulerConfig
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LONGEST = 2048  # maximum tokens of prompt and output together
 POOL = 16 * LONGEST  # tokens
@@ -149,30 +145,23 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Waste and concurrent sequences over the page size, and the cost of small pages for the gather."""
-    left, middle, right = fig.subplots(1, 3)
-    for load in dict.fromkeys(str(row["load"]) for row in rows):
-        chosen = [row for row in rows if row["load"] == load]
-        pages = [number(row, "page_tokens") for row in chosen]
-        left.plot(pages, [number(row, "waste_percent") for row in chosen], "o-", label=load)
-        middle.plot(pages, [number(row, "running_sequences") for row in chosen], "o-", label=load)
-    left.axhspan(RESERVED_WASTE, 80, color=FAINT, alpha=0.25, linewidth=0)
-    left.axhline(PAGED_WASTE, color=INK, linestyle="--", linewidth=1)
-    left.annotate("claimed, reserved", (0.03, 70), xycoords=("axes fraction", "data"), fontsize=8, va="center")
-    left.annotate(f"claimed, pages: {PAGED_WASTE:.0f} %", (0.03, PAGED_WASTE + 2), xycoords=("axes fraction", "data"),
-                  fontsize=8)  # fmt: skip
-    left.set(ylim=(0, 100), ylabel="holds no token, % of allocated", title="Wasted memory")
-    middle.set(ylim=(0, None), ylabel="sequences, mean", title=f"Concurrent in {POOL:,} tokens")
-    chosen = [row for row in rows if row["load"] == rows[0]["load"]]
-    right.plot([number(row, "page_tokens") for row in chosen], [number(row, "gather_us") for row in chosen], "o-",
-               color=INK)  # fmt: skip
-    right.set(ylim=(0, None), ylabel="paged_attention, µs", title="One token in each of 16 × 1,024")
-    for axes in (left, middle, right):
-        axes.set_xscale("log", base=4)
-        axes.set(xlabel=f"page, tokens ({LONGEST:,}: contiguous)")
-        axes.xaxis.set_major_formatter("{x:g}")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    waste: list[Mark] = [Rule(RESERVED_WASTE, upto=80), Rule(PAGED_WASTE, style="--")]
+    waste += [Note(None, 70, "claimed, reserved"), Note(None, PAGED_WASTE, f"claimed, pages: {PAGED_WASTE:.0f} %")]
+    running = []
+    for load in names_in(rows, "load"):
+        own = where(rows, load=load)
+        waste.append(Line.of(own, "page_tokens", "waste_percent", load))
+        running.append(Line.of(own, "page_tokens", "running_sequences", load))
+    gathers = Line.of(where(rows, load=rows[0]["load"]), "page_tokens", "gather_us", colour=INK)
+    x, zero, once = f"page, tokens ({LONGEST:,}: contiguous)", (0, None), f"Concurrent in {POOL:,} tokens"
+    title, y = "One token in each of 16 × 1,024", "paged_attention, µs"
+    return [
+        Panel(waste, "Wasted memory", x, "% of allocated", "log2", ylim=(0, 100), legend="below"),
+        Panel(running, once, x, "sequences, mean", "log2", ylim=zero, legend="below"),
+        Panel([gathers], title, x, y, "log2", ylim=zero),
+    ]
 
 
 LAB = Lab(
@@ -189,7 +178,6 @@ LAB = Lab(
     measures="Fraction of the allocated token slots that hold no token, over the steps in which "
     "requests wait (claimed: 60 % or more reserved, below 4 % in pages); concurrent sequences; recomputed "
     "tokens; time of ops.paged_attention.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

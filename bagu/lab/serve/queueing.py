@@ -15,17 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number, numbers_in, where
 from bagu.lab.parts.engine_load import MODEL, PROMPT, Served, serve
-from bagu.lab.plot import INK
+from bagu.lab.plot import INK, Line, Panel, Rule
 from bagu.nn import Transformer, init_weights
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
 SLOTS = (1, 16)
@@ -124,26 +120,25 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    loads = sorted({number(r, "load") for r in rows})
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    loads = numbers_in(rows, "load")
+    x, marks = [100 * load for load in loads], []
     for i, slots in enumerate(SLOTS):
-        base = middle(rows, "latency_p99_ms", slots, loads[0])
-        tail = [middle(rows, "latency_p99_ms", slots, load) / base for load in loads]
-        half = [middle(rows, "latency_p50_ms", slots, load) / base for load in loads]
-        name = f"{slots} slot{'s' * (slots > 1)}"
-        left.plot([100 * load for load in loads], tail, "o-", color=f"C{i}", label=f"{name}, p99")
-        left.plot([100 * load for load in loads], half, "o--", color=f"C{i}", label=f"{name}, p50")
-    left.axhline(BEND, color=INK, linewidth=1, linestyle=":")
-    left.set(xlabel="load, % of capacity", ylabel="latency over p99 at the lowest load", title="Latency by load")
-    left.legend()
-    one = [r for r in rows if r["slots"] == 1 and r["formula_wait_ms"] is not None]
-    right.plot([100 * number(r, "load") for r in one], [number(r, "mean_wait_ms") for r in one], "o", label="measured")
-    right.plot([100 * number(r, "load") for r in one], [number(r, "formula_wait_ms") for r in one], "x", color=INK,
-               label="Pollaczek–Khinchine, of the same run")  # fmt: skip
-    right.set(xlabel="load, % of capacity", ylabel="mean wait, ms", title="One slot: an M/G/1 queue")
-    right.set_ylim(bottom=0)
-    right.legend()
+        base, name = middle(rows, "latency_p99_ms", slots, loads[0]), f"{slots} slot{'s' * (slots > 1)}"
+        for percentile, style in (("p99", "o-"), ("p50", "o--")):
+            y = [middle(rows, f"latency_{percentile}_ms", slots, load) / base for load in loads]
+            marks.append(Line(x, y, f"{name}, {percentile}", style, i))
+    one = [r for r in where(rows, slots=1) if r["formula_wait_ms"] is not None]
+    at = [100 * load for load in column(one, "load")]
+    waits = [
+        Line(at, column(one, "mean_wait_ms"), "measured", "o"),
+        Line(at, column(one, "formula_wait_ms"), "Pollaczek–Khinchine, of the same run", "x", INK),
+    ]
+    unit, over = "load, % of capacity", "latency over p99 at the lowest load"
+    return [
+        Panel([*marks, Rule(BEND)], "Latency by load", unit, over),
+        Panel(waits, "One slot: an M/G/1 queue", unit, "mean wait, ms", ylim=(0, None)),
+    ]
 
 
 LAB = Lab(
@@ -159,7 +154,7 @@ LAB = Lab(
     measures="Latency from arrival to last token, p50 and p99 over requests, medians over seeds; with one slot the "
     "mean wait against the M/G/1 formula with the measured service times. A latency target of twice the p99 at low "
     "load costs the capacity above the load where it is passed.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

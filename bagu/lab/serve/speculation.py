@@ -15,22 +15,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bagu.bench.known_text import counts_upwards, known_workload
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import INK
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.nn import Transformer, init_weights
 from bagu.nn.presets import preset
 from bagu.serve import plan
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MODEL = replace(preset("cpu_8m"), tie_embeddings=False)
 RATES = (0.3, 0.6, 0.8, 0.95)  # probability that a guess is right
@@ -145,19 +141,17 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Speed-up by acceptance, a line for each batch, a panel for each number of drafts."""
-    drafts = sorted({int(number(r, "drafts")) for r in rows})
-    panels = fig.subplots(1, len(drafts), sharey=True, squeeze=False)[0]
-    for axes, count in zip(panels, drafts, strict=True):
-        for i, batch in enumerate(sorted({int(number(r, "batch")) for r in rows})):
-            some = sorted((number(r, "rate"), number(r, "speedup")) for r in rows
-                          if (r["batch"], r["drafts"]) == (batch, count))  # fmt: skip
-            axes.plot(*zip(*some, strict=True), "o-", color=f"C{i}", label=f"batch {batch}")
-        axes.axhline(1.0, color=INK, linewidth=1, linestyle=":")
-        axes.set(xlabel="share of guesses that are right", title=f"{count} drafts")
-    panels[0].set_ylabel("tokens/s with drafts, over without")
-    fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    panels: list[Panel] = []
+    for drafts in numbers_in(rows, "drafts"):
+        marks: list[Mark] = [Rule(1.0)]
+        for batch in numbers_in(rows, "batch"):
+            own = sorted(where(rows, batch=batch, drafts=drafts), key=lambda r: number(r, "rate"))
+            marks.append(Line.of(own, "rate", "speedup", f"batch {batch:g}"))
+        y, x = "" if panels else "tokens/s with drafts, over without", "share of guesses that are right"
+        panels.append(Panel(marks, f"{drafts:g} drafts", x, y, legend="below", share_y=True))
+    return panels
 
 
 LAB = Lab(
@@ -171,7 +165,7 @@ LAB = Lab(
     varies="Share of guesses that are right; drafts per sequence and step; sequences in the batch.",
     measures="Tokens per second with drafts over without, in turn; the median of pairs. Held if, with "
     f"{LIKELY:g} of the guesses right, some number of drafts is faster at every batch.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS, log_ticks
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Line, Panel
+from bagu.nn import Transformer, init_weights
 from bagu.train.cross_entropy import CrossEntropy
 from bagu.types import IGNORE, Batch
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 WAYS = ("per micro-batch", "per step")
 IN_CHINESE = dict(zip(WAYS, ("按微批归一", "按整步归一"), strict=True))
@@ -36,10 +33,7 @@ DOCUMENTS = 16
 
 def run(setting: Setting) -> list[Row]:
     size = 32 if setting.quick else 128
-    config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=size, num_layers=2, num_heads=size // 16, num_kv_heads=size // 16, head_dim=16,
-        intermediate_size=3 * size, max_len=PROMPT + LONGEST,
-    )  # fmt: skip
+    config = tiny(VOCAB, size, heads=size // 16, ffn=3 * size, max_len=PROMPT + LONGEST)
     spreads = (1, 16) if setting.quick else (1, 2, 4, 16, 48)  # longest answer over shortest
     counts = (2, 8) if setting.quick else (2, 4, 8, 16)
     rows: list[Row] = []
@@ -127,19 +121,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    axes = fig.subplots()
-    counts = sorted({number(r, "micro_batches") for r in rows})
-    for count, colour in zip(counts, COLOURS, strict=False):
-        for way, line in zip(WAYS, ("o-", "s--"), strict=True):
-            own = [r for r in rows if r["normalisation"] == way and r["micro_batches"] == count]
-            axes.plot(
-                [number(r, "spread") for r in own], [max(number(r, "gradient_error"), 1e-18) for r in own], line,
-                color=colour, label=f"{way}, {count:g}",
-            )  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="longest answer over shortest", ylabel="relative error of the gradient")
-    log_ticks(axes.xaxis)
-    axes.legend(fontsize=7, title="divided, micro-batches")
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    marks = []
+    for (i, count), (way, style) in product(
+        enumerate(numbers_in(rows, "micro_batches")), zip(WAYS, ("o-", "s--"), strict=True)
+    ):
+        own, label = where(rows, normalisation=way, micro_batches=count), f"divided {way}, {count:g} micro-batches"
+        marks.append(Line.of(own, "spread", lambda r: max(number(r, "gradient_error"), 1e-18), label, style, i))
+    return [Panel(marks, "", "longest answer over shortest", "relative error of the gradient", "log", "log")]
 
 
 LAB = Lab(
@@ -152,7 +141,6 @@ LAB = Lab(
     varies="What a loss is divided by (targets of its micro-batch, of the step), spread of the answers' lengths, "
     "number of micro-batches.",
     measures="Relative error of the gradient, and error of the loss, against one batch with all documents.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

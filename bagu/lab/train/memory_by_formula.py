@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from bagu.data.random_batches import random_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.plot import Line, Panel
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.presets import preset
 from bagu.ops.call.recording import storage_id
@@ -29,9 +28,6 @@ from bagu.parallel.planner.software import STACKS
 from bagu.train import OptimizerConfig, TrainConfig, TrainState
 from bagu.train.step import step
 from bagu.types import Batch
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 GOOD = 15.0  # percent: a plan with more error cannot choose a micro-batch
 SEQ = 256
@@ -137,21 +133,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    axes = fig.subplots()
-    top = max(number(row, key) for row in rows for key in ("measured_bytes", "textbook_bytes")) / 1e6
-    axes.plot([0.1, top], [0.1, top], color="#888888", lw=0.8)
-    for key, label, colour in (
-        ("planner_bytes", "planner", COLOURS[0]),
-        ("textbook_bytes", "textbook: 16 Ψ + 34 sbh + 5 as²b", COLOURS[1]),
-    ):
-        x = [number(row, "measured_bytes") / 1e6 for row in rows]
-        axes.scatter(x, [number(row, key) / 1e6 for row in rows], s=18, color=colour, label=label)
-    low = min(number(row, "measured_bytes") for row in rows) / 2e6
-    axes.set(
-        xscale="log", yscale="log", xlim=(low, None), ylim=(low, None), xlabel="measured, MB", ylabel="formula, MB"
-    )
-    axes.legend()
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    measured, low = [v / 1e6 for v in column(rows, "measured_bytes")], min(column(rows, "measured_bytes")) / 2e6
+    top = max(*measured, *(v / 1e6 for v in column(rows, "textbook_bytes")))
+    marks = [Line([0.1, top], [0.1, top], "", "-", "#888888")]
+    names = {"planner_bytes": "planner", "textbook_bytes": "textbook: 16 Ψ + 34 sbh + 5 as²b"}
+    for i, (key, label) in enumerate(names.items()):
+        marks.append(Line(measured, [v / 1e6 for v in column(rows, key)], label, "o", i))
+    return [Panel(marks, "", "measured, MB", "formula, MB", "log", "log", (low, None), (low, None))]
 
 
 LAB = Lab(
@@ -165,7 +154,6 @@ LAB = Lab(
     varies="Model (Llama, GPT, QK norm with ReLU²) and the number of sequences in a micro-batch.",
     measures="Peak bytes of a real step (GPU), or states and tensors saved by autograd in a real forward (CPU), beside "
     "the planner's formula and the textbook's.",
-    needs_gpu=False,
     run=run,
     verdict=verdict,
     plot=plot,

@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from bagu.data import (
     BpeTokenizer,
@@ -33,15 +32,13 @@ from bagu.data import (
     tokenize,
 )
 from bagu.data.stdlib import functions, parsed
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in
 from bagu.lab.parts.confidence import interval
-from bagu.lab.plot import COLOURS, INK
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import INK, Line, Mark, Note, Panel, Rule
+from bagu.nn import Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 from bagu.train.cross_entropy import held_out_loss
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 VOCAB, CONTEXT, ROWS = 1024, 128, 8
 FIRST_STEPS, MORE_STEPS = 300, 75
@@ -118,10 +115,7 @@ class Start:
 
     @classmethod
     def make(cls, texts: Texts, seed: int, setting: Setting) -> Start:
-        config = ModelConfig(
-            vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32,
-            intermediate_size=192, max_len=CONTEXT, tie_embeddings=True,
-        )  # fmt: skip
+        config = tiny(VOCAB, 64, heads=2, ffn=192, max_len=CONTEXT, tie_embeddings=True)
         model = init_weights(Transformer(config, device=setting.device), seed)
         train(model, texts, share=100, lr=PEAK, steps=4 if setting.quick else FIRST_STEPS, seed=seed)
         return cls(model=model, seed=seed, before=losses(model, texts, setting))
@@ -137,6 +131,8 @@ class Start:
             "lr": lr,
             "lr_of_first_percent": 100 * lr / PEAK,
             "old_text_percent": share,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "steps": steps,
             "tokens": steps * ROWS * CONTEXT,
             "old_before_nats": self.before["old"],
             "old_after_nats": after["old"],
@@ -206,32 +202,27 @@ def left(rows: Sequence[Row], rate: float, share: float) -> float:
     return 100 * max(rise, 0.0) / all_of_it if all_of_it > 0 else 0.0
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    before, trade = fig.subplots(1, 2)
-    rates = sorted({number(row, "lr_of_first_percent") for row in rows}, reverse=True)
-    for rate, colour, marker, lift in zip(rates, COLOURS, "os", (-13, 6), strict=False):
-        label = f"{rate:g} % of the first learning rate"
-        shares = shares_of(rows, rate)
-        rises = [mean(rows, rate, share, "forgetting_nats") for share in shares]
-        before.errorbar(
-            range(len(shares)), [m for m, _ in rises], [h for _, h in rises], marker=marker, color=colour, capsize=3,
-            label=label,
-        )  # fmt: skip
-        control = mean(rows, rate, 100, "forgetting_nats")[0]
-        before.axhline(control, color=colour, ls=":", lw=1.2, label="old text only, same number of steps")
-        before.set_xticks(range(len(shares)), [f"{share}" for share in shares])
-        losses = [[mean(rows, rate, share, key)[0] for key in ("old_after_nats", "new_after_nats")] for share in shares]
-        trade.plot(*zip(*losses, strict=True), marker=marker, color=colour, label=label)
-        for share, (old, new) in zip(shares, losses, strict=True):
-            trade.annotate(f"{share} %", (old, new), (0, lift), textcoords="offset points", fontsize=8, color=colour)
-    before.axhline(0, color=INK, lw=0.8)
-    before.set(xlabel="old text in the mixture, %", ylabel="increase of the old loss, nats", title="Forgetting")
-    before.legend(fontsize=7.5)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    rates = numbers_in(rows, "lr_of_first_percent")[::-1]
+    rises: list[Mark] = [Rule(0, style="-")]
     start = [mean(rows, rates[0], 0, key)[0] for key in ("old_before_nats", "new_before_nats")]
-    trade.plot(*start, "*", color=INK, markersize=10, label="before")
-    trade.set(xlabel="loss on old text, nats", ylabel="loss on new text, nats", title="Old and new")
-    trade.margins(0.1)
-    trade.legend(fontsize=7.5)
+    trade: list[Mark] = [Line(start[:1], start[1:], "before", "*", INK, size=10)]
+    for i, rate in enumerate(rates):
+        shares, style, label = shares_of(rows, rate), "os"[i] + "-", f"{rate:g} % of the first learning rate"
+        found = [mean(rows, rate, share, "forgetting_nats") for share in shares]
+        ends = [(m - h, m + h) for m, h in found]
+        rises.append(Line(range(len(shares)), [m for m, _ in found], label, style, i, ends))
+        control = mean(rows, rate, 100, "forgetting_nats")[0]
+        rises.append(Rule(control, "old text only, same number of steps", colour=i))
+        old, new = ([mean(rows, rate, share, f"{kind}_after_nats")[0] for share in shares] for kind in ("old", "new"))
+        trade.append(Line(old, new, label, style, i))
+        lift = (0, 6 if i else -13)
+        trade += [Note(x, y, f"{s} %", i, lift) for s, x, y in zip(shares, old, new, strict=True)]
+    names, x = [str(share) for share in shares_of(rows, rates[0])], "old text in the mixture, %"
+    return [
+        Panel(rises, "Forgetting", x, "increase of the old loss, nats", xnames=names),
+        Panel(trade, "Old and new", "loss on old text, nats", "loss on new text, nats"),
+    ]
 
 
 LAB = Lab(
@@ -247,7 +238,7 @@ LAB = Lab(
     "training (equal to the first, and a quarter), seed.",
     measures=f"Loss on held-out code and held-out docstrings, before and after; at most {STOPPED:g} % of the rise "
     "without old text counts as stopped.",
-    needs_gpu=False,
+    evidence="training",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -36,17 +36,15 @@ from bagu.data import (
 from bagu.data.order import shuffled
 from bagu.data.pack import Packing
 from bagu.data.stdlib import functions, parsed
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.plot import COLOURS, INK
-from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import INK, Line, Mark, Panel, Rule
+from bagu.nn import Transformer, init_weights
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, TrainState, fit, step
 from bagu.train.cross_entropy import held_out_loss
 from bagu.types import Batch
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Way = Literal["padded", "whole", "stream", "joined"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -110,10 +108,7 @@ def of_module(module: Document) -> list[Document]:
 
 
 def model(device: str, context: int, seed: int) -> Transformer:
-    config = ModelConfig(
-        vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32, intermediate_size=192,
-        max_len=context, tie_embeddings=True,
-    )  # fmt: skip
+    config = tiny(VOCAB, 64, heads=2, ffn=192, max_len=context, tie_embeddings=True)
     return init_weights(Transformer(config, device=device), seed)
 
 
@@ -182,6 +177,7 @@ def loss(way: Way, seed: int, texts: Texts, setting: Setting) -> list[Row]:
     trained.eval()
     useful = sum(b.num_targets for s in range(steps) for b in feed.batch(s))
     row: Row = {"kind": "loss", "way": way, "seed": seed, "steps": steps, "useful_tokens": useful}
+    row["parameters"] = sum(p.numel() for p in trained.parameters())
     for place, packing in PLACES.items():
         shape = DataConfig(context=context, rows=ROWS, packing=packing)
         batches = partial(evaluation_batches, texts.held, shape, limit=2 if setting.quick else 40)
@@ -252,27 +248,22 @@ def differences(rows: Sequence[Row], way: str, base: str, place: str) -> tuple[f
     return interval([first[seed] - second[seed] for seed in first])
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, middle, right = fig.subplots(1, 3, width_ratios=(1.2, 1, 1))
-    for documents, dash in (("functions", "-"), ("modules", ":")):
-        for way, colour in zip(WAYS[1:], COLOURS, strict=False):
-            gains = {context: gain for (d, context), gain in speedups(rows, way).items() if d == documents}
-            left.plot([*gains], [*gains.values()], dash, marker="o", color=colour, label=f"{way}, {documents}")
-    contexts = sorted({int(number(row, "context_tokens")) for row in rows if row["kind"] == "speed"})
-    left.set(xscale="log", xlabel="context, tokens", ylabel="relative to padding, ×", title="Useful tokens per second")
-    left.set_xticks(contexts, map(str, contexts))
-    left.xaxis.minorticks_off()
-    left.axhline(1, color=INK, lw=0.8)
-    left.set_ylim(bottom=0)
-    left.legend(fontsize=7)
-    places = {"alone": "Loss, single documents", "behind_others": "Loss, after unrelated ones"}
-    for axes, (place, title) in zip((middle, right), places.items(), strict=True):
-        values = [[number(row, f"val_{place}_loss_nats") for row in of_way(rows, way)] for way in WAYS]
-        for x, found in enumerate(values):
-            axes.plot([x] * len(found), found, "o", color=COLOURS[x - 1] if x else INK, alpha=0.5)
-            axes.plot([x - 0.3, x + 0.3], [sum(found) / len(found)] * 2, color=COLOURS[x - 1] if x else INK)
-        axes.set(title=title, ylabel="nats per token" if place == "alone" else None, xlim=(-0.6, len(WAYS) - 0.4))
-        axes.set_xticks(range(len(WAYS)), WAYS, fontsize=8)
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    marks: list[Mark] = [Rule(1, style="-")]
+    for (documents, dash), (i, way) in itertools.product((("functions", "o-"), ("modules", "o:")), enumerate(WAYS[1:])):
+        gains = {context: gain for (d, context), gain in speedups(rows, way).items() if d == documents}
+        marks.append(Line([*gains], [*gains.values()], f"{way}, {documents}", dash, i))
+    title, y = "Useful tokens per second", "relative to padding, ×"
+    panels = [Panel(marks, title, "context, tokens", y, "log2", ylim=(0, None), width=1.2)]
+    for place, title in (("alone", "Loss, single documents"), ("behind_others", "Loss, after unrelated ones")):
+        dots: list[Mark] = []
+        for x, way in enumerate(WAYS):
+            found, colour = column(of_way(rows, way), f"val_{place}_loss_nats"), x - 1 if x else INK
+            average = [sum(found) / len(found)] * 2
+            dots += [Line([x] * len(found), found, "", "o", colour, alpha=0.5)]
+            dots += [Line([x - 0.3, x + 0.3], average, "", "-", colour)]
+        panels.append(Panel(dots, title, y="nats per token" if place == "alone" else "", xnames=WAYS))
+    return panels
 
 
 LAB = Lab(
@@ -287,7 +278,7 @@ LAB = Lab(
     "that attend to each other), documents, context, seed.",
     measures="Padding, time of an optimizer step, useful tokens per second; loss on held-out functions after one "
     "epoch, each function alone or after unrelated ones in one row.",
-    needs_gpu=False,
+    evidence="training",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 
 from bagu.data.random_batches import random_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.parts.live_memory import LiveMemory
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.parts.tiny import tiny
+from bagu.lab.plot import Line, Panel, Rule
 from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
@@ -32,16 +32,10 @@ from bagu.train.prepare import prepared
 from bagu.train.state import Recompute
 from bagu.types import Batch
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 TEXTBOOK = 4 / 3
 CLOSE = 0.1  # a time within 10 % of the textbook's agrees with it
 WAYS: tuple[Recompute, ...] = get_args(Recompute)
-SMALL = ModelConfig(
-    vocab_size=512, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=192,
-    max_len=256,
-)  # fmt: skip
+SMALL = tiny(512, 64, heads=4, ffn=192, max_len=256)
 MEDIUM = replace(
     SMALL, vocab_size=4096, hidden_size=256, num_heads=8, num_kv_heads=8, head_dim=32, intermediate_size=704
 )
@@ -138,22 +132,18 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, right = fig.subplots(1, 2)
-    for (axes, key, label), (way, colour) in product(
-        ((left, "step_peak_bytes", "memory of a step, MB"), (right, "step_ms", "time, times that of none")),
-        zip(WAYS, COLOURS, strict=False),
-    ):
-        own = [r for r in rows if r["recomputed"] == way]
-        layers = [number(r, "layers") for r in own]
-        values = [number(r, key) / 1e6 for r in own]
-        if key == "step_ms":
-            values = [against_none(rows, way, key)[n] for n in layers]
-        axes.plot(layers, values, "o-", color=colour, label=way)
-        axes.set(xlabel="layers", ylabel=label, ylim=(0, None))
-    right.axhline(TEXTBOOK, color=INK, lw=0.8, ls=":")
-    right.set_ylim(0.9, math.ceil(10 * max(TEXTBOOK, *against_none(rows, "block", "step_ms").values())) / 10)
-    left.legend()
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    memory, times = [], []
+    for way in WAYS:
+        own, ratios = where(rows, recomputed=way), against_none(rows, way, "step_ms")
+        memory.append(Line.of(own, "layers", lambda r: number(r, "step_peak_bytes") / 1e6, way))
+        times.append(Line([*ratios], [*ratios.values()], way))
+    top = math.ceil(10 * max(TEXTBOOK, *against_none(rows, "block", "step_ms").values())) / 10
+    y, marks = "time, times that of none", [*times, Rule(TEXTBOOK)]
+    return [
+        Panel(memory, "Memory", "layers", "memory of a step, MB", ylim=(0, None)),
+        Panel(marks, "Time (dotted: 4/3)", "layers", y, ylim=(0.9, top), legend="none"),
+    ]
 
 
 LAB = Lab(
@@ -167,7 +157,7 @@ LAB = Lab(
     varies="What is recomputed (nothing, all but products and attention, whole blocks), number of layers.",
     measures="Peak memory of a step besides weights, gradients and optimizer state (on a CPU that of tensors between "
     "ops); time of a step, best of three interleaved medians.",
-    needs_gpu=False,
+    evidence="timing",
     run=run,
     verdict=verdict,
     plot=plot,

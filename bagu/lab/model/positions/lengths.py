@@ -18,6 +18,7 @@ from bagu.data import TokenStore
 from bagu.errors import ArgumentError
 from bagu.lab.core import Row
 from bagu.lab.parts.byte_models import VOCAB, read_bytes, rows_of, train_on_bytes
+from bagu.lab.parts.tiny import tiny
 from bagu.nn import ModelConfig, Transformer
 from bagu.nn.config import Alibi, Positions, Rope, Sinusoidal, T5Relative, YarnScaling
 from bagu.nn.position_choices import Learned, NoPositions
@@ -41,9 +42,9 @@ TRAINED: dict[str, tuple[str, Positions]] = {
 
 def config(positions: Positions) -> ModelConfig:
     """Computed tables are as long as the evaluation; a learned table is as long as the training."""
-    return ModelConfig(
-        vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=176,
-        max_len=L if isinstance(positions, Learned) else LONGER * L, positions=positions, tie_embeddings=True,
+    return tiny(
+        VOCAB, 64, heads=4, ffn=176, max_len=L if isinstance(positions, Learned) else LONGER * L, positions=positions,
+        tie_embeddings=True,
     )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ def measure(encoding: str, seed: int, steps: int, text: Text, device: str) -> li
                     "reading": reading,
                     "seed": seed,
                     "steps": steps,
+                    "parameters": sum(p.numel() for p in model.parameters()),
                     "train_length_tokens": L,
                     "position_from_tokens": start,
                     "position_to_tokens": start + GROUP,

@@ -19,9 +19,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.model.prenorm_postnorm.measure import (
     CONTEXT,
     LEARNED,
@@ -30,14 +29,11 @@ from bagu.lab.model.prenorm_postnorm.measure import (
     D,
     Variant,
     batches,
+    build,
     gradient_rows,
     largest_stable,
 )
-from bagu.lab.plot import COLOURS, log_ticks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from bagu.lab.plot import Line, Panel
 
 NEEDS = 2.0  # a placement needs warmup if it raises the largest stable learning rate by this factor
 LARGER = 2.0  # post-norm's last gradient counts as larger from this multiple of pre-norm's
@@ -55,6 +51,7 @@ def run(setting: Setting) -> list[Row]:
     gradients = [("gradient", v, depth, 0) for v, depth in product(VARIANTS, depths)]
     rates = [("rate", v, warmup, seed) for v, warmup, seed in product(RATED, (0, 2 * steps // 5), data)]
     rows: list[Row] = []
+    size = sum(p.numel() for p in build(VARIANTS[0], layers, 0).parameters())
     for part, variant, value, seed in setting.track([*gradients, *rates]):
         if part == "gradient":
             rows += gradient_rows(variant, value, data)
@@ -64,7 +61,7 @@ def run(setting: Setting) -> list[Row]:
                 {
                     "measured": "learning rate", "placement": variant.placement, "init": variant.init,
                     "depth_layers": layers, "steps": steps, "warmup_steps": value, "seed": seed,
-                    "largest_stable_lr": found,
+                    "largest_stable_lr": found, "parameters": size,
                 }
             )  # fmt: skip
     return rows
@@ -157,37 +154,27 @@ def shown(found: Finding) -> str:
     return " → ".join(each)
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
-    left, middle, right = fig.subplots(1, 3)
-    deepest = max(int(number(row, "depth_layers")) for row in rows if row["measured"] == "gradient")
-    for index, variant in enumerate(VARIANTS):
-        chosen = of(rows, variant, "gradient")
-        last = [row for row in chosen if row["layer"] == number(row, "depth_layers") - 1]
-        deep = [row for row in chosen if row["depth_layers"] == deepest]
-        norms = [[number(row, "gradient_norm") for row in part] for part in (last, deep)]
-        style = {"color": COLOURS[index], "marker": "osD^vP"[index], "label": variant.label}
-        left.plot([number(row, "depth_layers") for row in last], norms[0], **style)
-        middle.plot([number(row, "layer") + 1 for row in deep], norms[1], **style)
-    left.set(xscale="log", yscale="log", xlabel="layers", ylabel="gradient norm", title="Last layer, before training")
-    left.set_xticks((8, 16, 32, 64, 128), ("8", "16", "32", "64", "128"))
-    left.xaxis.minorticks_off()
-    middle.set(yscale="log", xlabel="layer", ylabel="gradient norm", title=f"Each of {deepest} layers")
-    for axes in (left, middle):
-        log_ticks(axes.yaxis)
-    plot_rates(right, rows)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-
-
-def plot_rates(axes: Axes, rows: Sequence[Row]) -> None:
-    """A line per variant: the median with and without warmup, and the range over seeds."""
+def plot(rows: Sequence[Row]) -> list[Panel]:
+    """Gradients of the last layer by depth and of each layer; the stable learning rates: medians and ranges."""
+    deepest = numbers_in(where(rows, measured="gradient"), "depth_layers")[-1]
+    last, each, rates = [], [], []
+    for i, variant in enumerate(VARIANTS):
+        own, style = of(rows, variant, "gradient"), "osD^vP"[i] + "-"
+        ends = [r for r in own if r["layer"] == number(r, "depth_layers") - 1]
+        last.append(Line.of(ends, "depth_layers", "gradient_norm", variant.label, style, i))
+        deep = where(own, depth_layers=deepest)
+        each.append(Line.of(deep, lambda r: number(r, "layer") + 1, "gradient_norm", variant.label, style, i))
     for at, (variant, found) in enumerate(findings(rows).items()):
-        colour = COLOURS[VARIANTS.index(variant)]
-        for rates, offset, fill in ((found.without, -0.12, "white"), (found.with_warmup, 0.12, colour)):
-            axes.plot((min(rates), max(rates)), (at + offset,) * 2, color=colour)
-            axes.plot(statistics.median(rates), at + offset, "o", color=colour, markerfacecolor=fill)
-    axes.set_yticks(range(len(RATED)), [variant.label for variant in RATED])
-    axes.set(xscale="log", xlabel="hollow: no warmup; filled: warmup", title="Largest stable learning rate")
-    axes.invert_yaxis()
+        i = VARIANTS.index(variant)
+        for lrs, offset, hollow in ((found.without, -0.12, True), (found.with_warmup, 0.12, False)):
+            rates.append(Line([min(lrs), max(lrs)], [at + offset] * 2, "", "-", i))
+            rates.append(Line([statistics.median(lrs)], [at + offset], "", "o", i, hollow=hollow))
+    labels, hint = [variant.label for variant in RATED], "hollow: no warmup; filled: warmup"
+    return [
+        Panel(last, "Last layer, before training", "layers", "gradient norm", "log2", "log", legend="below"),
+        Panel(each, f"Each of {deepest:g} layers", "layer", "gradient norm", yscale="log", legend="below"),
+        Panel(rates, "Largest stable learning rate", hint, xscale="log", ynames=labels),
+    ]
 
 
 LAB = Lab(
@@ -205,7 +192,11 @@ LAB = Lab(
     f"with which the last five losses are below {LEARNED:.0%} of the entropy of the token frequencies. "
     f"Three seeds (quick: one). Warmup is needed if it raises the median at least ×{NEEDS:g} and "
     "the ranges over seeds do not overlap.",
-    needs_gpu=False,
+    evidence="training",
+    published_en="Pre-norm trains without warm-up on IWSLT14, WMT14 and BERT with results like those of post-norm with "
+    "it (Xiong et al. 2020, arXiv:2002.04745).",
+    published_zh="在 IWSLT14、WMT14 和 BERT 上，pre-norm 不预热也能训练，结果与预热的 post-norm 相当"
+    "（Xiong 等，2020，arXiv:2002.04745）。",
     run=run,
     verdict=verdict,
     plot=plot,

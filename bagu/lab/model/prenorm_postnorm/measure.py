@@ -10,22 +10,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
 from bagu.data import BpeTokenizer, DataConfig, Loader, StdlibSource, in_memory, tokenize
 from bagu.lab.core import Row
+from bagu.lab.parts.tiny import tiny
 from bagu.nn.choices import NormConfig, Placement
-from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig, TrainState, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals
 from bagu.types import Batch
-
-__all__ = ["CONTEXT", "LEARNED", "LOWEST", "VOCAB", "D", "Variant", "batches", "gradient_rows", "largest_stable"]
 
 D, VOCAB, CONTEXT = 32, 512, 64
 LOWEST, HIGHEST = 1e-3, 1.0  # range of learning rates for the bisection
@@ -44,14 +42,9 @@ class Variant:
 
 def build(variant: Variant, layers: int, seed: int) -> Transformer:
     alpha = 0.2 if variant.placement == "none" else None
-    model = Transformer(
-        ModelConfig(
-            vocab_size=VOCAB, hidden_size=D, num_layers=layers, num_heads=2, num_kv_heads=2, head_dim=D // 2,
-            intermediate_size=4 * D, max_len=CONTEXT, ffn="gelu", init_std=D**-0.5,
-            norm=NormConfig(kind="layer", placement=variant.placement, alpha=alpha),
-        )
-    )  # fmt: skip
-    init_weights(model, seed)
+    norm = NormConfig(kind="layer", placement=variant.placement, alpha=alpha)
+    size = {"layers": layers, "heads": 2, "ffn": 4 * D, "max_len": CONTEXT}
+    model = init_weights(Transformer(replace(tiny(VOCAB, D, **size), ffn="gelu", init_std=D**-0.5, norm=norm)), seed)
     if variant.init == "plain":  # undo the scaling of nn/init.py
         with torch.no_grad():
             for name, p in model.named_parameters():

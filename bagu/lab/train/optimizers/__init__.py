@@ -7,15 +7,14 @@ Newton's method. Weight decay is 0, so that all minimize the same function; Adam
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
-from bagu.lab.plot import COLOURS, INK
+from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.plot import COLOURS, INK, Line, Note, Panel
 from bagu.lab.train.optimizers.descent import Descent, best_lr, first_order, newton, one_thread
 from bagu.lab.train.optimizers.problems import WINDOWS, NextLetter, Problem, Quadratic, Rosenbrock, corpus_letters
 from bagu.machine.device import available_memory
@@ -25,10 +24,6 @@ from bagu.nn.presets import preset
 from bagu.train.memory.flat import FlatParameters, Role, roles
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NEWTON = ("newton", "damped newton")
 NEWTON_BUDGET = 60
@@ -210,43 +205,31 @@ def bytes_text(size: float) -> str:
     return f"{size / UNITS[unit]:.3g} {unit}"
 
 
-def plot(fig: Figure, rows: Sequence[Row]) -> None:
+def plot(rows: Sequence[Row]) -> list[Panel]:
     """Steps over the condition number; then steps, time and memory, with a line per optimizer."""
-    left, *others = fig.subplots(1, 4, width_ratios=(1.6, 1, 1, 1))
-    order = [name for name in (*get_args(Rule), *NEWTON) if any(row["optimizer"] == name for row in rows)]
-    plot_quadratic(left, rows, order)
-    for axes, key, unit, title in (
-        (others[0], "steps", "steps", "Steps to the target"),
-        (others[1], "time_ms", "ms", "Time to the target"),
-    ):
+    order = [name for name in (*get_args(Rule), *NEWTON) if where(rows, optimizer=name)]
+    steps = []
+    for i, name in enumerate(order):
+        dashed = name == "damped newton" or len(COLOURS) <= i < len(order) - len(NEWTON)
+        own = [r for r in where(rows, optimizer=name, problem="quadratic") if r["steps"] is not None]
+        colour = INK if name in NEWTON else i
+        if own:
+            steps.append(Line.of(own, "condition", "steps", name, "o--" if dashed else "o-", colour))
+    x = "condition number κ"
+    panels = [Panel(steps, "Steps on a quadratic", x, "steps", "log", "log", legend="below", width=1.6)]
+    for key, unit, title in (("steps", "steps", "Steps to the target"), ("time_ms", "ms", "Time to the target")):
+        marks = []
         for problem, marker in (("network", "o"), ("Rosenbrock", "D")):
-            solved = [row for row in rows if row["problem"] == problem and row[key] is not None]
-            at = [order.index(str(row["optimizer"])) for row in solved]
-            axes.plot([number(row, key) for row in solved], at, marker, label=problem)
-        axes.set(xscale="log", xlabel=unit, title=title)
-    state = {order.index(str(row["optimizer"])): number(row, "large_model_state_bytes") for row in rows}
-    others[2].plot([size or math.nan for size in state.values()], list(state), "s", color=INK)
-    for line in (line for line, size in state.items() if size == 0):
-        others[2].annotate("0", (0.02, line), xycoords=("axes fraction", "data"), va="center")
-    others[2].set(xscale="log", xlabel="bytes, 5.9M parameters", title="State")
-    for axes in others:
-        axes.set_yticks(range(len(order)), order if axes is others[0] else [])
-        axes.set_ylim(len(order) - 0.5, -0.5)
-    handles, labels = left.get_legend_handles_labels()
-    more_handles, more_labels = others[0].get_legend_handles_labels()
-    fig.legend([*handles, *more_handles], [*labels, *more_labels], loc="outside lower center", ncols=7, handlelength=3)
-
-
-def plot_quadratic(axes: Axes, rows: Sequence[Row], order: Sequence[str]) -> None:
-    for index, name in enumerate(order):
-        solved = [r for r in rows if r["optimizer"] == name and r["problem"] == "quadratic" and r["steps"] is not None]
-        if not solved:
-            continue
-        colour = INK if name in NEWTON else COLOURS[index % len(COLOURS)]
-        dashed = name == "damped newton" or len(COLOURS) <= index < len(order) - len(NEWTON)
-        x, y = [number(row, "condition") for row in solved], [number(row, "steps") for row in solved]
-        axes.plot(x, y, "o--" if dashed else "o-", color=colour, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="condition number κ", ylabel="steps", title="Steps on a quadratic")
+            own = [r for r in where(rows, problem=problem) if r[key] is not None]
+            marks.append(Line.of(own, key, lambda r: order.index(str(r["optimizer"])), problem, marker))
+        names = order if key == "steps" else [""] * len(order)
+        panels.append(Panel(marks, title, unit, xscale="log", ynames=names, legend="below"))
+    state = {str(r["optimizer"]): number(r, "large_model_state_bytes") for r in rows}
+    sizes = [(size, order.index(name)) for name, size in state.items() if size]
+    zeros = [Note(None, order.index(name), "0", shift=(0, -3)) for name, size in state.items() if not size]
+    line = Line([size for size, _ in sizes], [at for _, at in sizes], "", "s", INK)
+    empty = [""] * len(order)
+    return [*panels, Panel([line, *zeros], "State", "bytes, 5.9M parameters", xscale="log", ynames=empty)]
 
 
 LAB = Lab(
@@ -263,7 +246,7 @@ LAB = Lab(
     "also the half-decades next to the best).",
     measures="Steps until the loss first reaches its target, median of three seeds (quick: one); median time of a "
     "step; bytes of state for a model of 5.9M parameters. Of Newton's method the better form counts.",
-    needs_gpu=False,
+    evidence="training",
     run=run,
     verdict=verdict,
     plot=plot,

@@ -25,8 +25,6 @@ from bagu.train.memory.flat import FlatParameters
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule
 
-__all__ = ["Descent", "best_lr", "first_order", "newton", "one_thread"]
-
 DECADES = range(-4, 3)  # learning rates to search: 1e-4, 1e-3, … 100
 DIVERGED = 1e6  # a loss larger than the first by this factor counts as diverged
 

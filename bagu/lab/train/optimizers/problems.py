@@ -12,8 +12,6 @@ from bagu.data import StdlibSource
 from bagu.nn.init import draw
 from bagu.nn.linear import Linear
 
-__all__ = ["WINDOWS", "NextLetter", "Problem", "Quadratic", "Rosenbrock", "corpus_letters"]
-
 LETTERS, WINDOWS = 27, 256  # a to z, and one for all other characters
 
 
