@@ -65,7 +65,7 @@ def frame(axes: Axes, panel: Panel) -> None:
             axis.set_ticks(range(len(names)), list(names), fontsize=small)
             axis.grid(visible=False)
         elif scale != "linear":
-            logarithmic(axis, scale)
+            logarithmic(axis, scale, tight=axis is axes.xaxis)
     many = panel.xnames and (len(panel.xnames) > 7 or len(panel.xnames) * max(map(len, panel.xnames)) > 50)
     if many and not any("\n" in name for name in panel.xnames or ()):
         axes.tick_params(axis="x", rotation=30)
@@ -77,7 +77,7 @@ def frame(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(*panel.ylim)
 
 
-def logarithmic(axis: Axis, scale: str) -> None:
+def logarithmic(axis: Axis, scale: str, *, tight: bool) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     options: dict[str, float] = {"log2": {"base": 2.0}, "symlog": {"linthresh": 1.0}}.get(scale, {})
@@ -85,8 +85,7 @@ def logarithmic(axis: Axis, scale: str) -> None:
     low, high = axis.get_data_interval()
     decades = math.log10(high / low) if 0 < low < high else 0.0
     if scale == "log" and decades <= PLAIN_DECADES:
-        narrow = axis.axis_name == "x" and decades > WIDE
-        axis.set_major_locator(LogLocator(subs=(1,) if narrow else (1, 2, 5)))
+        axis.set_major_locator(LogLocator(subs=(1,) if tight and decades > WIDE else (1, 2, 5)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:g}")
     elif scale != "log":
