@@ -16,7 +16,7 @@ from bagu.lab.core import Lab
 
 HERE = Path(__file__).parent
 THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu")
-FRAME = {HERE / f"{name}.py" for name in ("core", "plot")}  # shared by all labs: no part of one lab's code
+FRAME = {HERE / f"{name}.py" for name in ("core", "plot", "rows")}  # shared by all labs: no part of one lab's code
 START = "\nLAB = Lab("
 FORMATS = {"len": len, "map": map, "str": str, "max": max, "min": min}  # what the texts of labs call
 

@@ -13,45 +13,21 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from bagu.errors import BaguError
-
-if TYPE_CHECKING:
-    from bagu.lab.plot import Panel
+from bagu.lab.plot import Panel
+from bagu.lab.rows import Row as Row
+from bagu.lab.rows import column as column
+from bagu.lab.rows import names_in as names_in
+from bagu.lab.rows import number as number
+from bagu.lab.rows import numbers_in as numbers_in
+from bagu.lab.rows import where as where
 
 SCHEMA = "bagu.lab/1"
 
-Row = dict[str, str | int | float | bool | None]
 Kind = Literal["held", "did not hold", "holds only where", "not decided"]
 T = TypeVar("T")
-
-
-def number(row: Row, key: str) -> float:
-    """The number under `key` in a row; raises if it is missing."""
-    value = row[key]
-    if not isinstance(value, int | float):
-        raise BaguError(f"{key} is {value!r} in the row {row}", hint="the lab's run() must return a number here")
-    return float(value)
-
-
-def where(rows: Sequence[Row], **equal: object) -> list[Row]:
-    """The rows with these values."""
-    return [row for row in rows if all(row.get(key) == value for key, value in equal.items())]
-
-
-def column(rows: Sequence[Row], key: str) -> list[float]:
-    return [number(row, key) for row in rows]
-
-
-def names_in(rows: Sequence[Row], key: str) -> list[str]:
-    """The different texts of a column, in the order of the rows."""
-    return list(dict.fromkeys(str(row[key]) for row in rows if row.get(key) is not None))
-
-
-def numbers_in(rows: Sequence[Row], key: str) -> list[float]:
-    """The different numbers of a column, sorted."""
-    return sorted({number(row, key) for row in rows if row.get(key) is not None})
 
 
 class Text(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bagu.lab.core import Row, number
+from bagu.lab.rows import Row, number
 from bagu.runs.plot_style import FAINT as FAINT
 from bagu.runs.plot_style import INK as INK
 
