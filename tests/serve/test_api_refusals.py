@@ -15,7 +15,7 @@ from bagu.serve.http.calls import ApiError
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.openai import CompletionBody
 from bagu.serve.http.parse import MAX_DEPTH, parse
-from bagu.serve.http.pipe import Ready
+from bagu.serve.wire.messages import Ready
 
 DEEP_TOOL = (
     b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f", '

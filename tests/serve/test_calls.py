@@ -18,9 +18,9 @@ from bagu.serve.http.keys import Key, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Job
 from bagu.serve.http.pending import PendingCalls
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import CompletionResponse, to_json
 from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
+from bagu.serve.wire.messages import Ready
 
 TOKENIZER = BpeTokenizer.train(["abc"], vocab_size=300)
 

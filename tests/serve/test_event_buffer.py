@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from bagu.serve.http import event_buffer
-from bagu.serve.http.event_buffer import EventBuffer
-from bagu.serve.http.wire import STEP_TAG
 from bagu.serve.request import PromptLogprobs, TokenEvent
+from bagu.serve.wire.encode import STEP_TAG
+from bagu.serve.worker import event_buffer
+from bagu.serve.worker.event_buffer import EventBuffer
 
 
 def token(number: int, finish: str | None = None) -> TokenEvent:

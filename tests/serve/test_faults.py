@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from tiny_server import KEY, MODEL, PATIENCE_S, Running, eventually, gone, healthy, openai_client, running_server
 
 from bagu.serve.config import EngineConfig
-from bagu.serve.http.pipe import Stop
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.wire import MessageReader
+from bagu.serve.wire.encode import MessageReader
+from bagu.serve.wire.messages import Stop
 
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}

@@ -15,12 +15,12 @@ import pytest
 from constrained import POINT, constrained_engine, constrained_model, json_tokenizer
 
 from bagu.serve.grammar import Grammar
-from bagu.serve.http.generation_loop import serve_generation
-from bagu.serve.http.inbox import Messages
-from bagu.serve.http.pipe import Accepted, Refused, Stop, Submit
-from bagu.serve.http.request_queue import Compiled, RequestQueue
-from bagu.serve.http.wire import STEP_TAG
 from bagu.serve.request import Request, Sampling
+from bagu.serve.wire.encode import STEP_TAG
+from bagu.serve.wire.messages import Accepted, Refused, Stop, Submit
+from bagu.serve.worker.generation_loop import serve_generation
+from bagu.serve.worker.inbox import Messages
+from bagu.serve.worker.request_queue import Compiled, RequestQueue
 
 
 class Worker:

@@ -25,9 +25,9 @@ from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.messages import for_template
 from bagu.serve.http.parse import parse
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.schemas import ChatCompletion
 from bagu.serve.message.forms import FORMS
+from bagu.serve.wire.messages import Ready
 
 PARAMETERS = {
     "type": "object",

@@ -37,7 +37,6 @@ from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job
 from bagu.serve.http.openapi import OPERATIONS, Operation, describe
 from bagu.serve.http.parse import parse
 from bagu.serve.http.parsed_response import chat_response
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
 from bagu.serve.http.routes import LARGE_BODY, ApiConfig, key_of, user_of
@@ -45,6 +44,7 @@ from bagu.serve.http.score_routes import ScoreRoutes
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["Api", "ApiConfig", "make_app"]
 

@@ -14,13 +14,13 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
 from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.structured import grammar_of
 from bagu.serve.http.texts import check_chat_length, render, tokens_left
 from bagu.serve.http.tool_fields import ToolFields, tool_form
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
 from bagu.serve.message.tool_grammar import Tool, tool_grammar
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["ChatBody"]
 

@@ -16,8 +16,8 @@ from bagu.serve.config import GenerationDefaults
 from bagu.serve.http.errors import UnknownModel
 from bagu.serve.http.metrics import Metrics, metrics_text
 from bagu.serve.http.openai import Job
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.process import EngineProcess
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["Caller", "HasJob", "Instance", "Models", "OneModel", "model_entry"]
 

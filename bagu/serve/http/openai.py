@@ -18,11 +18,11 @@ from bagu.errors import ArgumentError
 from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.fields import refuse_unsupported
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
 from bagu.serve.http.texts import as_list, encode_all, tokens_left
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job"]
 

@@ -19,10 +19,10 @@ from bagu.serve.http.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.keys import Access
 from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.score_bodies import RerankBody, ScoreBody
 from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["OPERATIONS", "Operation", "describe"]
 

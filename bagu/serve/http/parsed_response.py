@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from bagu.serve.http.openai import Job
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import ChatResponse, Choice, GenerationResponse, to_json
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import CallDelta, Content, Delta, Reasoning
 from bagu.serve.request import Event, PromptLogprobs, TokenEvent
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["Call", "ParsedChatResponse", "ParsedMessage", "chat_response"]
 

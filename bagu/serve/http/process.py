@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import EngineConfig
-from bagu.serve.http.engine_main import engine_main
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
-from bagu.serve.http.pipe import (
+from bagu.serve.request import Request
+from bagu.serve.stats import EngineStats
+from bagu.serve.wire.encode import MessageReader, framed
+from bagu.serve.wire.messages import (
     Abort,
     Accepted,
     Adapters,
@@ -40,9 +42,7 @@ from bagu.serve.http.pipe import (
     UnloadAdapter,
     Warming,
 )
-from bagu.serve.http.wire import MessageReader, framed
-from bagu.serve.request import Request
-from bagu.serve.stats import EngineStats
+from bagu.serve.worker.main import engine_main
 
 __all__ = ["EngineProcess"]
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Job
-from bagu.serve.http.pipe import Ready
 from bagu.serve.request import NOT_FINITE, Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["DONE", "ChatResponse", "CompletionResponse", "GenerationResponse", "to_json"]
 

@@ -17,9 +17,9 @@ from bagu.serve.http.instances import Caller, Instance, Models
 from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.openai import Body, Job
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.record import RECORD, Observer
 from bagu.serve.http.responses import GenerationResponse
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["LARGE_BODY", "ApiConfig", "Routes", "key_of", "user_of"]
 

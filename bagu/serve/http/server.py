@@ -26,8 +26,8 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http.keys import Key, Keys, read_keys
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
-from bagu.serve.http.pipe import Load
 from bagu.serve.http.process import EngineProcess
+from bagu.serve.wire.messages import Load
 
 if TYPE_CHECKING:
     from bagu.serve.http.instances import Models

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.pipe import Ready
+from bagu.serve.wire.messages import Ready
 
 __all__ = [
     "SHORT", "as_list", "check_chat_length", "check_length", "check_tokens", "encode", "encode_all", "render",

@@ -10,8 +10,8 @@ from bagu.serve.http import fields
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.messages import Message, for_template
 from bagu.serve.http.openai import Body, ModelName, TokenId
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.texts import SHORT, check_chat_length, check_tokens, encode, render
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]
 

@@ -15,10 +15,10 @@ from pydantic import Field
 from bagu.serve.constrain.finite import has_finite_instance
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Body
-from bagu.serve.http.pipe import Ready
 from bagu.serve.message.forms import ToolForm
 from bagu.serve.message.schema_check import schema_error
 from bagu.serve.message.tool_grammar import Tool
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["ToolChoice", "ToolFields", "ToolName"]
 

@@ -11,9 +11,9 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http.instances import Instance
 from bagu.serve.http.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
-from bagu.serve.http.pipe import Load
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.repository.layout import Settings
+from bagu.serve.wire.messages import Load
 
 __all__ = ["Engine", "Prepare", "State", "Version"]
 

@@ -9,7 +9,6 @@ from typing import Any
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.openai import Job
 from bagu.serve.http.parsed_response import ParsedMessage
-from bagu.serve.http.pipe import Ready
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.items import output_messages
@@ -17,6 +16,7 @@ from bagu.serve.http.responses_api.output import OutputItems
 from bagu.serve.http.responses_api.store import ResponseStore, StoredResponse
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import Event, TokenEvent
+from bagu.serve.wire.messages import Ready
 
 __all__ = ["ModelResponse"]
 

@@ -1,4 +1,4 @@
-"""How messages (pipe.py) are encoded on the socket between the HTTP server's process and the engine process.
+"""How messages (messages.py) are encoded on the socket between the HTTP server's process and the engine process.
 
 A message has the format of `multiprocessing.connection.Connection`: 4 bytes of length, then the content, which is a
 pickle. `StepEvents` with only tokens, sent for every step, begins with `STEP_TAG` and is encoded with `marshal`.
@@ -14,8 +14,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bagu.serve.http.pipe import StepEvents
 from bagu.serve.request import Event, TokenEvent
+from bagu.serve.wire.messages import StepEvents
 
 __all__ = ["STEP_TAG", "MessageReader", "framed", "send", "send_step"]
 

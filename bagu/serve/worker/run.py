@@ -1,4 +1,4 @@
-"""The engine process: it reads the messages of the HTTP server's process (pipe.py), runs steps and sends their events.
+"""The engine process: it reads the messages of the HTTP server's process (wire/), runs steps and sends their events.
 
 `StepEvents` is also the heartbeat: it is sent after every step, or every `event_buffer.HOLD_S` if steps are shorter,
 and every second when idle. If the server dies, the socket closes and this process exits, so that it does not hold the
@@ -20,12 +20,12 @@ from multiprocessing.connection import Connection
 
 from bagu.errors import BaguError
 from bagu.serve.config import EngineConfig
-from bagu.serve.http.encoder_loop import serve_encoder
-from bagu.serve.http.generation_loop import serve_generation
-from bagu.serve.http.inbox import Messages, receive
-from bagu.serve.http.pipe import Failed, Load, Warming
-from bagu.serve.http.warm_up import warm_up
-from bagu.serve.http.wire import send
+from bagu.serve.wire.encode import send
+from bagu.serve.wire.messages import Failed, Load, Warming
+from bagu.serve.worker.encoder_loop import serve_encoder
+from bagu.serve.worker.generation_loop import serve_generation
+from bagu.serve.worker.inbox import Messages, receive
+from bagu.serve.worker.warm_up import warm_up
 
 __all__ = ["run"]
 
@@ -38,7 +38,7 @@ def run(
 ) -> None:  # fmt: skip
     """The main function of the process: load, warm up, send `Ready`, then serve until `Stop`. An exception is sent to
     the server as `Failed` and ends the process. `load_draft` loads the draft model, if `config` names one.
-    `prepare_with` runs the function that loads and warms up (engine_main.py: in a thread of low priority)."""
+    `prepare_with` runs the function that loads and warms up (main.py: in a thread of low priority)."""
     pipe = Connection(ours.detach())
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole process group; the server sends Stop
         signal.signal(number, signal.SIG_IGN)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bagu.errors import BaguError
 from bagu.serve.constrain.check import CheckedCompiler
-from bagu.serve.http.inbox import Messages
-from bagu.serve.http.pipe import Accepted, Refused
-from bagu.serve.http.wire import send
 from bagu.serve.request import Request, Unservable
+from bagu.serve.wire.encode import send
+from bagu.serve.wire.messages import Accepted, Refused
+from bagu.serve.worker.inbox import Messages
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine

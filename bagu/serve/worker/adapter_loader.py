@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bagu.errors import BaguError
 from bagu.machine.hub import find_adapter_below
-from bagu.serve.http.inbox import Messages
-from bagu.serve.http.pipe import Adapters, LoadAdapter, Result, UnloadAdapter
-from bagu.serve.http.wire import send
+from bagu.serve.wire.encode import send
+from bagu.serve.wire.messages import Adapters, LoadAdapter, Result, UnloadAdapter
+from bagu.serve.worker.inbox import Messages
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.peft import Adapter

@@ -1,10 +1,10 @@
-"""The messages between the HTTP server's process (process.py) and the engine process (worker.py).
+"""The messages between the HTTP server's process (http/process.py) and the engine process (worker/).
 
     server process (asyncio)                        engine process
     EngineProcess.submit   -> Submit, Abort, ... ->  a thread reads the socket; the main loop handles messages, steps
     PendingCalls.deliver   <- StepEvents         <-  the events of a step, or of several short steps (`EventBuffer`)
 
-wire.py encodes them.
+encode.py encodes them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from bagu.serve.config import EngineConfig
-    from bagu.serve.http.pipe import Load
+    from bagu.serve.wire.messages import Load
 
 __all__ = ["at_niceness", "engine_main"]
 
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def engine_main(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None, niceness: int) -> None:
-    """Run the engine process (worker.py)."""
+    """Run the engine process (run.py)."""
     if niceness == 0:
-        from bagu.serve.http.worker import run
+        from bagu.serve.worker.run import run
 
         run(ours, load, config, load_draft)
         return
     at_niceness(niceness, _import_worker)
-    from bagu.serve.http.worker import run
+    from bagu.serve.worker.run import run
 
     run(ours, load, config, load_draft, partial(at_niceness, niceness))
 
@@ -51,4 +51,4 @@ def _set_niceness(niceness: int) -> None:
 
 
 def _import_worker() -> None:
-    import bagu.serve.http.worker  # noqa: F401
+    import bagu.serve.worker.run  # noqa: F401

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from bagu.serve.http.adapter_loader import AdapterLoader, AdapterRead
-from bagu.serve.http.event_buffer import EventBuffer
-from bagu.serve.http.inbox import Messages, take_messages
-from bagu.serve.http.pipe import (
+from bagu.serve.request import Event, TokenEvent
+from bagu.serve.wire.encode import send, send_step
+from bagu.serve.wire.messages import (
     Abort,
     Chat,
     Embed,
@@ -24,9 +23,10 @@ from bagu.serve.http.pipe import (
     Submit,
     UnloadAdapter,
 )
-from bagu.serve.http.request_queue import Compiled, RequestQueue
-from bagu.serve.http.wire import send, send_step
-from bagu.serve.request import Event, TokenEvent
+from bagu.serve.worker.adapter_loader import AdapterLoader, AdapterRead
+from bagu.serve.worker.event_buffer import EventBuffer
+from bagu.serve.worker.inbox import Messages, take_messages
+from bagu.serve.worker.request_queue import Compiled, RequestQueue
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from bagu.serve.http.pipe import StepEvents
-from bagu.serve.http.wire import send_step
 from bagu.serve.request import Event, TokenEvent
+from bagu.serve.wire.encode import send_step
+from bagu.serve.wire.messages import StepEvents
 
 __all__ = ["EventBuffer"]
 

@@ -1,0 +1,1 @@
+"""The messages between the HTTP process and the engine's process, and their encoding."""
