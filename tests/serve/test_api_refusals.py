@@ -10,11 +10,11 @@ import pytest
 from api_client import ASK, CHAT, TEXT, get, post
 from tiny_server import KEY, MAX_LEN, Running, load
 
-from bagu.serve.http import fields
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.chat import ChatBody
+from bagu.serve.http.bodies.openai import CompletionBody
+from bagu.serve.http.bodies.parse import MAX_DEPTH, parse
 from bagu.serve.http.calls import ApiError
-from bagu.serve.http.chat_body import ChatBody
-from bagu.serve.http.openai import CompletionBody
-from bagu.serve.http.parse import MAX_DEPTH, parse
 from bagu.serve.wire.messages import Ready
 
 DEEP_TOOL = (

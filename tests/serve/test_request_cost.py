@@ -13,8 +13,8 @@ import pytest
 from api_client import CHAT, post
 from tiny_server import KEY, Running, running_server
 
+from bagu.serve.http.bodies.parse import MAX_KEYS, MAX_PARTS, MAX_VALUES
 from bagu.serve.http.calls import MAX_BODY
-from bagu.serve.http.parse import MAX_KEYS, MAX_PARTS, MAX_VALUES
 
 MAX_CPU_S, MAX_RSS = 0.3, 100 * 2**20
 ROOM = MAX_BODY - 2**12  # bytes of a value, beside the rest of its body

@@ -21,10 +21,10 @@ from tiny_server import MODEL, Running, load, openai_client, running_server
 from bagu.data.chat import ChatEncoder, ChatTemplate
 from bagu.data.tokenizer import SPECIAL_TOKENS
 from bagu.serve.chat.clients import HttpChat
-from bagu.serve.http.chat_body import ChatBody
+from bagu.serve.http.bodies.chat import ChatBody
+from bagu.serve.http.bodies.messages import for_template
+from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.messages import for_template
-from bagu.serve.http.parse import parse
 from bagu.serve.http.schemas import ChatCompletion
 from bagu.serve.message.forms import FORMS
 from bagu.serve.wire.messages import Ready

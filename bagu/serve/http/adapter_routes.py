@@ -7,11 +7,11 @@ from typing import ClassVar
 from fastapi import Request
 from starlette.responses import PlainTextResponse, Response
 
-from bagu.serve.http import fields
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.openai import Body, Word
+from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.instances import Instance
-from bagu.serve.http.openai import Body, Word
-from bagu.serve.http.parse import parse
 from bagu.serve.http.routes import Routes
 
 __all__ = ["AdapterRoutes", "LoadAdapterBody", "UnloadAdapterBody"]

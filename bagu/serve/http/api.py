@@ -22,26 +22,26 @@ from starlette.types import Scope
 import bagu
 from bagu.serve.http import reference
 from bagu.serve.http.adapter_routes import AdapterRoutes
+from bagu.serve.http.bodies.chat import ChatBody
+from bagu.serve.http.bodies.openai import CompletionBody, EmbeddingBody, Job
+from bagu.serve.http.bodies.parse import parse
+from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from bagu.serve.http.calls import (
     ApiMiddleware,
     cancel_on_disconnect,
     error_response,
     json_response,
 )
-from bagu.serve.http.chat_body import ChatBody
 from bagu.serve.http.errors import ApiError, UnknownModel
 from bagu.serve.http.instances import Caller
 from bagu.serve.http.keys import Access, Keys
 from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
-from bagu.serve.http.openai import CompletionBody, EmbeddingBody, Job
 from bagu.serve.http.openapi import OPERATIONS, Operation, describe
-from bagu.serve.http.parse import parse
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
 from bagu.serve.http.routes import LARGE_BODY, ApiConfig, key_of, user_of
 from bagu.serve.http.score_routes import ScoreRoutes
-from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 from bagu.serve.wire.messages import Ready

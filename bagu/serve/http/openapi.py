@@ -1,6 +1,6 @@
 """The routes as data, and `/openapi.json` generated from them: one list for routing and documentation.
 
-The schemas of request bodies come from the pydantic models that validate them (openai.py), with the limits of the
+The schemas of request bodies come from the pydantic models that validate them (bodies/), with the limits of the
 loaded model filled in: its names, vocabulary size and longest sequence.
 """
 
@@ -16,12 +16,12 @@ from pydantic.json_schema import models_json_schema
 import bagu
 from bagu.serve.http import schemas
 from bagu.serve.http.adapter_routes import LoadAdapterBody, UnloadAdapterBody
-from bagu.serve.http.chat_body import ChatBody
+from bagu.serve.http.bodies.chat import ChatBody
+from bagu.serve.http.bodies.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
+from bagu.serve.http.bodies.scores import RerankBody, ScoreBody
+from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from bagu.serve.http.keys import Access
-from bagu.serve.http.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.responses_api.body import ResponsesBody
-from bagu.serve.http.score_bodies import RerankBody, ScoreBody
-from bagu.serve.http.token_bodies import DetokenizeBody, TokenizeBody
 from bagu.serve.wire.messages import Ready
 
 __all__ = ["OPERATIONS", "Operation", "describe"]

@@ -7,7 +7,7 @@ import string
 from collections.abc import Iterable
 from typing import Any
 
-from bagu.serve.http.openai import Job
+from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.responses import ChatResponse, Choice, GenerationResponse, to_json
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import CallDelta, Content, Delta, Reasoning

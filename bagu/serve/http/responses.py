@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import Job
 from bagu.serve.request import NOT_FINITE, Event, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.stream import TextStream
 from bagu.serve.wire.messages import Ready

@@ -11,12 +11,12 @@ from typing import Protocol
 from fastapi import Request
 from starlette.responses import Response
 
+from bagu.serve.http.bodies.openai import Body, Job
 from bagu.serve.http.calls import KEY, ClientCall, EventStream, json_response, read_json
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.instances import Caller, Instance, Models
 from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.metrics import Metrics
-from bagu.serve.http.openai import Body, Job
 from bagu.serve.http.record import RECORD, Observer
 from bagu.serve.http.responses import GenerationResponse
 from bagu.serve.wire.messages import Ready

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from bagu.serve.http.bodies.parse import parse
+from bagu.serve.http.bodies.scores import RerankBody, ScoreBody, check_scores, embedded_texts, scored_texts
 from bagu.serve.http.calls import cancel_on_disconnect, json_response
 from bagu.serve.http.instances import Instance
-from bagu.serve.http.parse import parse
 from bagu.serve.http.routes import LARGE_BODY, Routes
-from bagu.serve.http.score_bodies import RerankBody, ScoreBody, check_scores, embedded_texts, scored_texts
 
 __all__ = ["ScoreRoutes"]
 

@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
-from bagu.serve.http import fields
-from bagu.serve.http.chat_body import ChatBody
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.chat import ChatBody
+from bagu.serve.http.bodies.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Repetition, Word
+from bagu.serve.http.bodies.structured import StructuredOutputs
+from bagu.serve.http.bodies.tools import MAX_TOOLS, ToolName
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Repetition, Word
 from bagu.serve.http.responses_api.items import input_messages
-from bagu.serve.http.structured import StructuredOutputs
-from bagu.serve.http.tool_fields import MAX_TOOLS, ToolName
 from bagu.serve.wire.messages import Ready
 
 __all__ = ["ResponsesBody", "ResponsesChat"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bagu.serve.http.bodies.messages import arguments_object
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.messages import arguments_object
 
 __all__ = ["input_messages", "output_messages"]
 

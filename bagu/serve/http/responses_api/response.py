@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
+from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import Job
 from bagu.serve.http.parsed_response import ParsedMessage
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.http.responses_api.body import ResponsesBody

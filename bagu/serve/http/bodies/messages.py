@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bagu.serve.http.bodies.openai import Body
+from bagu.serve.http.bodies.parse import check_json
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import Body
-from bagu.serve.http.parse import check_json
 from bagu.serve.message.forms import ToolForm
 
 __all__ = ["Message", "arguments_object", "for_template"]

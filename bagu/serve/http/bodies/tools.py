@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from bagu.serve.constrain.finite import has_finite_instance
+from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import Body
 from bagu.serve.message.forms import ToolForm
 from bagu.serve.message.schema_check import schema_error
 from bagu.serve.message.tool_grammar import Tool

@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from bagu.serve.http import fields
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.messages import Message, for_template
+from bagu.serve.http.bodies.openai import Body, ModelName, TokenId
+from bagu.serve.http.bodies.texts import SHORT, check_chat_length, check_tokens, encode, render
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.messages import Message, for_template
-from bagu.serve.http.openai import Body, ModelName, TokenId
-from bagu.serve.http.texts import SHORT, check_chat_length, check_tokens, encode, render
 from bagu.serve.wire.messages import Ready
 
 __all__ = ["DetokenizeBody", "TokenizeBody"]

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bagu.errors import ArgumentError
 from bagu.serve.grammar import Grammar
+from bagu.serve.http.bodies.fields import STRUCTURED_OUTPUTS, refuse_unsupported
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.fields import STRUCTURED_OUTPUTS, refuse_unsupported
 
 __all__ = ["ResponseFormat", "StructuredOutputs", "grammar_of"]
 

@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from bagu.errors import BaguError
-from bagu.serve.http import fields
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.openai import MAX_PROMPTS, Body, ModelName, Word
+from bagu.serve.http.bodies.texts import check_length, encode, tokens_left
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import MAX_PROMPTS, Body, ModelName, Word
-from bagu.serve.http.texts import check_length, encode, tokens_left
 from bagu.serve.wire.messages import Ready
 
 __all__ = ["Pair", "RerankBody", "ScoreBody", "check_scores", "embedded_texts", "scored_texts"]

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from bagu.errors import ArgumentError
 from bagu.serve.grammar import Grammar
-from bagu.serve.http import fields
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.fields import refuse_unsupported
+from bagu.serve.http.bodies.messages import Message, for_template
+from bagu.serve.http.bodies.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
+from bagu.serve.http.bodies.structured import grammar_of
+from bagu.serve.http.bodies.texts import check_chat_length, render, tokens_left
+from bagu.serve.http.bodies.tools import ToolFields, tool_form
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.fields import refuse_unsupported
-from bagu.serve.http.messages import Message, for_template
-from bagu.serve.http.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
-from bagu.serve.http.structured import grammar_of
-from bagu.serve.http.texts import check_chat_length, render, tokens_left
-from bagu.serve.http.tool_fields import ToolFields, tool_form
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
 from bagu.serve.message.tool_grammar import Tool, tool_grammar

@@ -15,11 +15,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from bagu.errors import ArgumentError
-from bagu.serve.http import fields
+from bagu.serve.http.bodies import fields
+from bagu.serve.http.bodies.fields import refuse_unsupported
+from bagu.serve.http.bodies.structured import ResponseFormat, StructuredOutputs, grammar_of
+from bagu.serve.http.bodies.texts import as_list, encode_all, tokens_left
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.fields import refuse_unsupported
-from bagu.serve.http.structured import ResponseFormat, StructuredOutputs, grammar_of
-from bagu.serve.http.texts import as_list, encode_all, tokens_left
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 from bagu.serve.wire.messages import Ready

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
+from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openai import Body
 from bagu.serve.unicode import lone_escape
 
 __all__ = ["check_json", "parse"]
