@@ -16,7 +16,7 @@ from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.calls import SEND, ClientCall, EventStream
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.keys import Key, KeyUse
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.responses import CompletionResponse, to_json
 from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob

@@ -19,7 +19,8 @@ from tiny_server import KEY, Running, running_server
 
 from bagu.cli import app
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.serve.http import server, tracing
+from bagu.serve.http import server
+from bagu.serve.http.observe import tracing
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TRACE = "0af7651916cd43dd8448eb211c80319c"

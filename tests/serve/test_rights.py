@@ -16,7 +16,7 @@ from small_adapters import saved_adapter
 from tiny_server import MODEL, Running, load, running_server
 
 from bagu.serve.http.api import Api, ApiConfig, make_app
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.page import assets
 from bagu.serve.repository.routes import RepositoryApi
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.repository.layout import ReturnLimits
 from bagu.serve.repository.router import Router
 from bagu.serve.repository.traffic import Traffic

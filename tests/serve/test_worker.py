@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.metrics import Histogram, Metrics
+from bagu.serve.http.observe.metrics import Histogram, Metrics
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.request import Request, Sampling, TokenEvent
 

@@ -35,7 +35,7 @@ from bagu.serve.http.calls import (
 from bagu.serve.http.errors import ApiError, UnknownModel
 from bagu.serve.http.instances import Caller
 from bagu.serve.http.keys import Access, Keys
-from bagu.serve.http.metrics import CONTENT_TYPE, KEPT, Metrics
+from bagu.serve.http.observe.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.http.openapi import OPERATIONS, Operation, describe
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse

@@ -19,10 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.keys import Keys, KeyUse
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
+from bagu.serve.http.observe.record import RECORD, Observer, RequestRecord
 from bagu.serve.http.pending import PendingCall
 from bagu.serve.http.process import EngineProcess
-from bagu.serve.http.record import RECORD, Observer, RequestRecord
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.request import Request as EngineRequest
 

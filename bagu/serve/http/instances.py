@@ -15,7 +15,7 @@ from starlette.types import Receive
 from bagu.serve.config import GenerationDefaults
 from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.errors import UnknownModel
-from bagu.serve.http.metrics import Metrics, metrics_text
+from bagu.serve.http.observe.metrics import Metrics, metrics_text
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.wire.messages import Ready
 

@@ -26,7 +26,7 @@ from typing import Literal
 from bagu.config import ConfigError, from_dict
 from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.metrics import labels, sample
+from bagu.serve.http.observe.metrics import labels, sample
 
 __all__ = ["Access", "Key", "KeyUse", "Keys", "read_keys"]
 

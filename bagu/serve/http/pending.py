@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.request import Event, Finish, Request, TokenEvent
 
 __all__ = ["PendingCall", "PendingCalls"]

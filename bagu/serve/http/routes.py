@@ -16,8 +16,8 @@ from bagu.serve.http.calls import KEY, ClientCall, EventStream, json_response, r
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.instances import Caller, Instance, Models
 from bagu.serve.http.keys import Keys, KeyUse
-from bagu.serve.http.metrics import Metrics
-from bagu.serve.http.record import RECORD, Observer
+from bagu.serve.http.observe.metrics import Metrics
+from bagu.serve.http.observe.record import RECORD, Observer
 from bagu.serve.http.responses import GenerationResponse
 from bagu.serve.wire.messages import Ready
 

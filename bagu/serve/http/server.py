@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.keys import Key, Keys, read_keys
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.wire.messages import Load
@@ -218,8 +218,8 @@ def import_server() -> Any:
         from bagu.serve.http.api import Api, ApiConfig, make_app
         from bagu.serve.http.connection import HttpServer, connection_class
         from bagu.serve.http.instances import OneModel
-        from bagu.serve.http.logs import log_config, log_request
-        from bagu.serve.http.tracing import Tracing
+        from bagu.serve.http.observe.logs import log_config, log_request
+        from bagu.serve.http.observe.tracing import Tracing
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise

@@ -12,7 +12,7 @@ from starlette.types import Receive
 
 from bagu.serve.http.errors import ApiError, UnknownModel
 from bagu.serve.http.instances import Caller, HasJob, Instance, model_entry
-from bagu.serve.http.metrics import Metrics, labels, metrics_text, sample
+from bagu.serve.http.observe.metrics import Metrics, labels, metrics_text, sample
 from bagu.serve.repository.layout import Layout, is_version, read_repository
 from bagu.serve.repository.model import Host, RepositoryModel
 from bagu.serve.repository.version import Prepare

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.server import Server, ServerOptions, check_queue, import_server
 from bagu.serve.repository.version import Prepare
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.instances import Instance
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.repository.layout import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagu.serve.http.metrics import KEPT, Metrics
+from bagu.serve.http.observe.metrics import KEPT, Metrics
 from bagu.serve.repository.layout import ReturnLimits
 
 __all__ = ["Trial"]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.calls import json_response
 from bagu.serve.http.instances import Models
-from bagu.serve.http.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.http.responses_api.response import ModelResponse
 from bagu.serve.http.responses_api.store import ResponseStore

@@ -11,7 +11,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from bagu.serve.http.record import RequestRecord
+from bagu.serve.http.observe.record import RequestRecord
 
 __all__ = ["JsonFormatter", "log_config", "log_request", "request_fields"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bagu.errors import ArgumentError, BaguError
-from bagu.serve.http.record import RequestRecord
+from bagu.serve.http.observe.record import RequestRecord
 
 __all__ = ["Tracing", "attributes"]
 

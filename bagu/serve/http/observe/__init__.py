@@ -1,0 +1,1 @@
+"""What an operator sees of the HTTP process: metrics, log lines, traces."""
