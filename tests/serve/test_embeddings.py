@@ -15,7 +15,7 @@ import openai
 import pytest
 from tiny_server import KEY, MAX_LEN, MODEL, Running, eventually, gone, load, openai_client, running_server
 
-from bagu.serve.http.schemas import EmbeddingList
+from bagu.serve.http.openapi.schemas import EmbeddingList
 
 BUDGET = 512  # tokens of a batch, tiny_server's max_num_batched_tokens
 JSON = {"Content-Type": "application/json"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_server import KEY, MAX_LEN, MODEL, Running
 
-from bagu.serve.http.openapi import OPERATIONS, describe
+from bagu.serve.http.openapi.document import OPERATIONS, describe
 from bagu.serve.http.responses_api.body import SHARED
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}

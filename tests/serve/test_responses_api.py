@@ -14,9 +14,9 @@ from api_client import HEADERS, post
 from tiny_server import MODEL, Running
 
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.openapi.schemas import ModelResponse
 from bagu.serve.http.responses_api.items import input_messages
 from bagu.serve.http.responses_api.store import ResponseStore, StoredResponse
-from bagu.serve.http.schemas import ModelResponse
 
 PATH = "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Köln", "Rome"]}}, "required": ["city"]}

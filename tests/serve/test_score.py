@@ -14,7 +14,7 @@ from tiny_server import MAX_LEN, MODEL, Running, load, running_server
 
 from bagu.errors import BaguError
 from bagu.serve.embedding import score
-from bagu.serve.http.schemas import Reranked, ScoreList
+from bagu.serve.http.openapi.schemas import Reranked, ScoreList
 
 TEXTS = ["hello world", "def f(x):", "你好，世界", "return x", "hello, world"]
 

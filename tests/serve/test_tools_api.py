@@ -25,7 +25,7 @@ from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.messages import for_template
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.schemas import ChatCompletion
+from bagu.serve.http.openapi.schemas import ChatCompletion
 from bagu.serve.message.forms import FORMS
 from bagu.serve.wire.messages import Ready
 

@@ -20,7 +20,6 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 import bagu
-from bagu.serve.http import reference
 from bagu.serve.http.adapter_routes import AdapterRoutes
 from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.openai import CompletionBody, EmbeddingBody, Job
@@ -36,7 +35,8 @@ from bagu.serve.http.errors import ApiError, UnknownModel
 from bagu.serve.http.instances import Caller
 from bagu.serve.http.keys import Access, Keys
 from bagu.serve.http.observe.metrics import CONTENT_TYPE, KEPT, Metrics
-from bagu.serve.http.openapi import OPERATIONS, Operation, describe
+from bagu.serve.http.openapi import reference
+from bagu.serve.http.openapi.document import OPERATIONS, Operation, describe
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes

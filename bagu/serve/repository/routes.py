@@ -16,9 +16,9 @@ from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.calls import json_response
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openapi import NO_MODEL, OPERATIONS, READING, Operation
+from bagu.serve.http.openapi.document import NO_MODEL, OPERATIONS, READING, Operation
+from bagu.serve.http.openapi.schemas import Schema
 from bagu.serve.http.routes import key_of
-from bagu.serve.http.schemas import Schema
 from bagu.serve.repository.layout import FILE, is_version, read_model
 from bagu.serve.repository.model import RepositoryModel
 from bagu.serve.repository.repository import Repository

@@ -26,7 +26,7 @@ from bagu.serve.wire.messages import Ready
 
 __all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job"]
 
-# schema formats that openapi.py replaces with the limits of the loaded model
+# schema formats that openapi/document.py replaces with the limits of the loaded model
 TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
 LARGEST = 2**63 - 1
 INT64 = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]

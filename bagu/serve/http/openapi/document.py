@@ -14,13 +14,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import bagu
-from bagu.serve.http import schemas
 from bagu.serve.http.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.bodies.scores import RerankBody, ScoreBody
 from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from bagu.serve.http.keys import Access
+from bagu.serve.http.openapi import schemas
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.wire.messages import Ready
 

@@ -1,6 +1,6 @@
 """Response bodies as pydantic models, only for `/openapi.json`: responses.py and api.py build the JSON directly.
 
-The chunks of a stream have the same fields; openapi.py describes them in text, since OpenAPI 3.1 has no schema for a
+The chunks of a stream have the same fields; document.py describes them in text, since OpenAPI 3.1 has no schema for a
 sequence of events.
 """
 
