@@ -27,11 +27,11 @@ PENALTIES, REPETITIONS, BIASES = (-2.0, 2.0), (0.01, 100.0), (-100.0, 100.0)  # 
 
 class Unservable(BaguError, ValueError):
     """A request that this engine can never run, refused before it takes any resource. `param` is the field of
-    `Sampling` to change, if there is one."""
+    `Sampling` to change, if there is one. `temporary`: the same request may run later."""
 
-    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None, temporary: bool = False) -> None:
         super().__init__(message, hint=hint)
-        self.param = param
+        self.param, self.temporary = param, temporary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

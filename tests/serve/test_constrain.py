@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -429,6 +431,59 @@ def test_a_hostile_grammar_ends_another_process_than_the_engine(tokenizer: BpeTo
             prepared(wide).matcher(wide)
         checked.limit_s = 5.0
         assert prepared(SCHEMA).matcher(SCHEMA).consume_token(tokenizer.encode("{")[0])
+    finally:
+        checked.close()
+
+
+def test_what_stands_beside_a_ref_counts_in_newer_drafts_only(tokenizer: BpeTokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    schema = {
+        "definitions": {"list": {"type": "array", "items": {"const": 1}}},
+        "$ref": "#/definitions/list",
+        "maxItems": 1,
+    }
+
+    def accepts(given: dict[str, Any], text: str) -> bool:
+        ids = tokenizer.encode(text)
+        return bool(compiler.matcher(Grammar.json_schema(given)).try_consume_tokens(ids) == len(ids))
+
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    assert accepts(old, "[1, 1]") and not accepts(schema, "[1, 1]") and accepts(schema, "[1]")
+    with pytest.raises(Unservable, match=r"\$id beside \$ref"):
+        accepts({"properties": {"a": {"$id": "x", "$ref": "#/definitions/list"}}, **schema}, "{")
+
+
+def test_a_compiler_that_cannot_start_refuses_only_for_now(
+    tokenizer: BpeTokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The refusal was kept, as a fault of the grammar."""
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    checked = CheckedCompiler(compiler)
+
+    def refusal(executable: str) -> Unservable:
+        done = threading.Event()
+        monkeypatch.setattr("sys.executable", executable)
+        checked.prepare(SCHEMA, done.set)
+        assert done.wait(120)
+        with pytest.raises(Unservable, match="did not start") as found:
+            compiler.matcher(SCHEMA)
+        assert not compiler.has_result(SCHEMA)
+        return found.value
+
+    usual = sys.executable
+    try:
+        assert refusal(str(tmp_path / "nothing")).temporary
+        assert refusal("/bin/false").temporary  # it starts, and ends at once
+        monkeypatch.setattr("sys.executable", usual)
+        done = threading.Event()
+        checked.prepare(SCHEMA, done.set)
+        assert done.wait(120) and compiler.matcher(SCHEMA).consume_token(tokenizer.encode("{")[0])
+        large = Grammar.json_schema({"type": "integer", "minimum": -(2**63) - 1})
+        done.clear()
+        checked.prepare(large, done.set)
+        assert done.wait(120)
+        with pytest.raises(Unservable, match="not JSON serializable: -9223372036854775809"):
+            compiler.matcher(large)
     finally:
         checked.close()
 

@@ -30,6 +30,7 @@ LIMIT_S = 5.0  # CPU time for one grammar
 PROCESSES = 2  # so that one slow grammar does not delay the next; started when needed
 CHECK_STACK = 2**23  # bytes: a grammar that fits in it fits in the larger one of the engine process
 COMPILE_STACK = 2**25
+ENDED = (EOFError, OSError, pickle.UnpicklingError)  # what a pipe to a process that has ended raises
 _STACK_SIZE = threading.Lock()  # threading.stack_size is a setting of the process
 
 
@@ -62,7 +63,8 @@ class CheckedCompiler:
         try:
             source = self._check(grammar)
         except OSError as error:
-            source = Unservable(f"the grammar compiler did not start: {error}", param="grammar")
+            message = f"the grammar compiler did not start: {error}"
+            source = Unservable(message, hint="try again later", param="grammar", temporary=True)
         if isinstance(source, Unservable):
             self.compiler.keep(grammar, source)
         else:
@@ -123,30 +125,34 @@ class _CheckProcess:
                     pipe.close()
 
     def start(self, compiler: GrammarCompiler) -> Unservable | None:
-        """Send the vocabulary; returns why the process cannot compile."""
-        answer = self._answer(compiler.vocabulary)
+        """Send the vocabulary; returns why the process cannot compile. Raises OSError if it has ended."""
+        try:
+            answer = self._answer(compiler.vocabulary)
+        except ENDED as error:
+            self.kill()
+            raise OSError(f"its process ended with exit status {self._process.returncode}") from error
         return answer if isinstance(answer, Unservable) else None
 
     def ask(self, grammar: Grammar, limit_s: float) -> str | Unservable:
-        answer = self._answer((grammar, limit_s))
+        try:
+            return self._answer((grammar, limit_s))
+        except ENDED:
+            self.kill()
         if self._process.returncode == -signal.SIGPROF:
             message = f"the grammar takes more than {limit_s:g} s to compile"
             return Unservable(message, hint="make it smaller, with fewer optional properties", param="grammar")
-        return answer
+        reason = f"the grammar compiler ended with exit status {self._process.returncode}: "
+        return Unservable(
+            f"{reason}the grammar is nested too deeply, or too large", hint="make it smaller", param="grammar"
+        )
 
     def _answer(self, message: Any) -> str | Unservable:
-        try:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            pickle.dump(message, self._process.stdin)
-            self._process.stdin.flush()
-            answer: str | Unservable = pickle.load(self._process.stdout)
-            return answer
-        except (EOFError, OSError, pickle.UnpicklingError):  # the process has ended
-            self.kill()
-            reason = f"the grammar compiler ended with exit status {self._process.returncode}: "
-            return Unservable(
-                f"{reason}the grammar is nested too deeply, or too large", hint="make it smaller", param="grammar"
-            )
+        """Raises one of `ENDED` if the process has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        pickle.dump(message, self._process.stdin)
+        self._process.stdin.flush()
+        answer: str | Unservable = pickle.load(self._process.stdout)
+        return answer
 
 
 def _with_stack(size: int, call: Callable[[], object]) -> None:
@@ -180,6 +186,8 @@ def _serve(source: BinaryIO, target: BinaryIO) -> None:
             compile_grammar(grammar, source_text, tokens)
         except Unservable as error:
             answer = error
+        except Exception as error:  # a bug, here or in llguidance: it refuses this grammar, and not the next one
+            answer = Unservable(f"the grammar compiler failed: {error!s:.200}", hint="change it", param="grammar")
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _reply(target, answer)
 

@@ -48,6 +48,7 @@ QUICK_S = 0.02  # requests add no lexer to a grammar that compiles for longer: t
 LEXERS_PER_THREAD = 4
 TRIED = 8  # first tokens that are tried when a grammar is compiled
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+OLD_DRAFT = re.compile(r"json-schema\.org/draft-0[4-7]/")
 INSTALL = "install it with: pip install 'bagu[grammar]'"
 
 
@@ -186,20 +187,33 @@ def _schema_source(schema: Any, options: dict[str, Any]) -> str:
             "the schema recurses without end: no finite value satisfies it",
             "leave a recursive property out of `required`, or allow null",
         )
-    known = {} if schema is True else _known_formats(schema)
-    return str(_package().LLMatcher.grammar_from_json_schema(known, defaults=options))
+    draft = schema.get("$schema") if isinstance(schema, dict) else None
+    lone_refs = OLD_DRAFT.search(draft) is not None if isinstance(draft, str) else None
+    known = {} if schema is True else _known(schema, lone_refs)
+    try:
+        return str(_package().LLMatcher.grammar_from_json_schema(known, defaults=options))
+    except ValueError as error:  # an integer below -2^63 or above 2^64
+        raise _unservable(
+            f"the schema cannot be compiled: {error!s:.200}", "its integers have at most 64 bits"
+        ) from error
 
 
-def _known_formats(schema: Any) -> Any:
-    """The schema without formats that llguidance does not know. JSON Schema takes any format as a remark."""
+def _known(schema: Any, lone_refs: bool | None) -> Any:
+    """The schema without formats that llguidance does not know: JSON Schema takes any format as a remark. `lone_refs`
+    leaves out what stands beside a $ref, which drafts 4 to 7 ignore and llguidance enforces; None: the schema names no draft."""
     if isinstance(schema, list):
-        return [_known_formats(part) for part in schema]
+        return [_known(part, lone_refs) for part in schema]
     if not isinstance(schema, dict):
         return schema
+    refers = isinstance(schema.get("$ref"), str)
+    if refers and lone_refs is None and isinstance(schema.get("$id"), str):  # drafts 4 to 7 refer to another schema
+        raise _unservable("the schema has $id beside $ref and names no draft", "add $schema, or leave $id out")
+    alone = refers and lone_refs
     return {
-        key: value if key in ("const", "enum", "default", "examples") else _known_formats(value)
+        key: value if key in ("const", "enum", "default", "examples") else _known(value, lone_refs)
         for key, value in schema.items()
         if not (key == "format" and isinstance(value, str) and value not in FORMATS)
+        and (not alone or key in ("$schema", "$ref", "definitions"))
     }
 
 
@@ -258,6 +272,9 @@ class GrammarCompiler:
             found = self._compile(grammar, source)
             self.keep(grammar, found)
         if isinstance(found, Unservable):
+            if found.temporary:
+                with self._lock:
+                    self._results.pop(grammar, None)
             raise copy(found)  # the kept one would collect the frames of all the requests that it refuses
         return found
 

@@ -235,8 +235,8 @@ class EngineProcess:
             # an adapter that was unloaded after the server had looked it up; the hint names adapters of other keys
             gone = message.param == "model"
             error = ApiError(
-                404 if gone else 400, message.message, param=message.param, hint="" if gone else message.hint,
-                code="model_not_found" if gone else None,
+                404 if gone else message.status, message.message, param=message.param,
+                hint="" if gone else message.hint, code="model_not_found" if gone else None,
             )  # fmt: skip
             if others := self.pending.fail(message.request_id, error):
                 self._send(Abort(tuple(others)))

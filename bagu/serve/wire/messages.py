@@ -181,6 +181,7 @@ class Refused(NamedTuple):
     message: str
     hint: str
     param: str | None
+    status: int = 400
 
 
 class Result(NamedTuple):

@@ -46,8 +46,8 @@ class RequestQueue:
             self.waiting[request.id] = arrival
             send(self.pipe, Accepted(request.id))
         except BaguError as error:  # only this request is refused
-            param = error.param if isinstance(error, Unservable) else None
-            send(self.pipe, Refused(request.id, str(error), error.hint, param))
+            param, later = (error.param, error.temporary) if isinstance(error, Unservable) else (None, False)
+            send(self.pipe, Refused(request.id, str(error), error.hint, param, 503 if later else 400))
 
     def compiled(self, request: Request, arrival: float) -> None:
         if request.id in self._compiling:  # it was not aborted
