@@ -200,7 +200,8 @@ def _schema_source(schema: Any, options: dict[str, Any]) -> str:
 
 def _known(schema: Any, lone_refs: bool | None) -> Any:
     """The schema without formats that llguidance does not know: JSON Schema takes any format as a remark. `lone_refs`
-    leaves out what stands beside a $ref, which drafts 4 to 7 ignore and llguidance enforces; None: the schema names no draft."""
+    leaves out what stands beside a $ref, which drafts 4 to 7 ignore and llguidance enforces; None: no draft is
+    named."""
     if isinstance(schema, list):
         return [_known(part, lone_refs) for part in schema]
     if not isinstance(schema, dict):
