@@ -37,6 +37,7 @@ def test_text_in_text_out(client: openai.OpenAI, tiny: Running) -> None:
     assert (found.output_text, found.status, found.model) == ('"hi"', "completed", MODEL)
     assert found.usage is not None and found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
     assert found.metadata == {"a": "b"} and found.instructions == "be brief"
+    assert {"reasoning", "user", "service_tier"} <= found.model_dump(exclude_unset=True).keys()
     cut = post(tiny, PATH, {"input": "hello", "max_output_tokens": 2, "ignore_eos": True})
     body = ModelResponse.model_validate_json(cut.content)
     assert body.status == "incomplete" and body.output[0].status == "incomplete" and body.usage.output_tokens == 2

@@ -82,6 +82,7 @@ def test_streamed_calls_are_the_whole_calls_in_deltas(client: openai.OpenAI, tin
     parts = [part for delta in deltas for part in delta.tool_calls or ()]
     first = {part.index: part for part in reversed(parts)}
     assert all(part.id and part.function.name and part.type == "function" for part in first.values())
+    assert deltas[0].content == deltas[-1].content == "" and deltas[-1].tool_calls is None  # as without tools
     rest = [part for part in parts if part is not first[part.index]]
     assert all(part.id is None and part.function.name is None and part.function.arguments for part in rest)
     body = ChatCompletion.model_validate_json(post(tiny, CHAT, fields).content, strict=True)

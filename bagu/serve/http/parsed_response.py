@@ -94,12 +94,15 @@ class ParsedChatResponse(ChatResponse):
         return "".join(c for event in events if isinstance(event, TokenEvent) for c in self._chunks(event)).encode()
 
     def _chunks(self, event: TokenEvent) -> list[str]:
-        """A chunk per delta; logprobs that wait for one are in the first. The last chunk of a choice has no delta."""
+        """A chunk per delta; logprobs that wait for one are in the first.
+
+        The last chunk of a choice has an empty text, as in a
+        chat without tools: clients join `content` over the chunks."""
         choice, deltas = self._read(event)
         head = choice.head.removesuffix(self.before)
         found = []
         for delta in [*deltas, None] if choice.finish is not None else deltas:
-            fields = {} if delta is None else self._fields(choice, delta)
+            fields = {"content": ""} if delta is None else self._fields(choice, delta)
             logprobs, choice.scored = self.logprobs(choice) if choice.scored else None, []
             ends = f',"stop_reason":{to_json(choice.stop_reason)}' if delta is None else ""
             finish = to_json(choice.finish if delta is None else None)

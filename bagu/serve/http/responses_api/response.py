@@ -115,7 +115,9 @@ class ModelResponse(GenerationResponse):
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "text": options.get("text") or {"format": {"type": "text"}},
             "max_output_tokens": asked.max_output_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "metadata": asked.metadata or {}, "truncation": "disabled", "background": False,
+            "metadata": asked.metadata or {}, "truncation": "disabled", "background": False, "service_tier": "default",
+            # always there in OpenAI's responses, and required by clients such as litellm 1.72
+            "reasoning": {"effort": None, "summary": None}, "user": (asked.model_extra or {}).get("user"),
         }  # fmt: skip
 
     def _head(self, index: int) -> str:
