@@ -20,9 +20,10 @@ from bagu.recipes.serve import Loader, serve_main
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
+from bagu.serve.kv.pool import Pool
 from bagu.serve.plan import Sequence
 from bagu.serve.request import Request, Sampling, TokenEvent
-from bagu.serve.speculation.draft_model import DraftSource
+from bagu.serve.speculation.draft_model import DraftModel, DraftSource
 from bagu.serve.speculation.speculator import speculates
 
 MODEL = small_model()
@@ -250,6 +251,17 @@ def test_a_draft_model_changes_no_text(kind: str, way: str) -> None:
         if kind == "greedy" and draft is MODEL and way == "as it comes":
             assert stats.accepted_tokens == stats.draft_tokens > 0
         assert stats.draft_tokens > 0
+
+
+def test_a_draft_model_with_a_full_pool_evicts_no_sequence_of_the_same_call() -> None:
+    """Two sequences of 8 + 3 positions and 5 blocks of 4: there is room for one, whose drafts are the model's own."""
+    draft = DraftModel(MODEL, EngineConfig(max_num_seqs=4, max_num_batched_tokens=64), Pool(5, 64, 4))
+    asked = requests(Sampling(max_tokens=4, temperature=0.0), [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6] * 4])
+    first, second = (Sequence(request, 0, (0.0, i, 0), frozenset()) for i, request in enumerate(asked))
+    alone = draft.propose([first], 4)
+    draft.forget(first)
+    assert draft.propose([first, second], 4) == [*alone, []]
+    assert draft.propose([second], 4)[0]  # in a call of its own it may take the room
 
 
 def test_a_sampled_token_has_the_distribution_of_the_model() -> None:

@@ -96,7 +96,9 @@ class DraftModel:
         self._writes: list[tuple[int, int, int]] = []
 
     def propose(self, sequences: Seq[Sequence], count: int) -> list[list[int]]:
-        states = [self._prepared(s, len(s.tokens) + count - 1) for s in sequences]
+        states: list[_State | None] = []
+        for at, s in enumerate(sequences):
+            states.append(self._prepared(s, len(s.tokens) + count - 1, sequences[:at]))
         rows = [
             _Row(state, at := state.start(s.tokens), s.tokens[at:])
             for s, state in zip(sequences, states, strict=True) if state is not None
@@ -117,8 +119,9 @@ class DraftModel:
             self.blocks.release(state.table)
             self._free_rows.append(state.row)
 
-    def _prepared(self, sequence: Sequence, upto: int) -> _State | None:
-        """The state of a sequence with blocks for `upto` positions; None if there is no room for them."""
+    def _prepared(self, sequence: Sequence, upto: int, keep: Seq[Sequence]) -> _State | None:
+        """The state of a sequence with blocks for `upto` positions; None if there is no room for them beside the
+        sequences `keep`, whose drafts are computed in the same steps."""
         if upto > self.max_len:
             return None
         state = self._states.pop(sequence, None)
@@ -129,10 +132,11 @@ class DraftModel:
         self._states[sequence] = state
         blocks, table = self.blocks, state.table
         while blocks.blocks_needed(table, 0, upto) > blocks.available:
-            oldest = next(iter(self._states))
-            self.forget(oldest)
-            if oldest is sequence:
+            oldest = next(iter(self._states))  # those of `keep` are the newest
+            if oldest is sequence or oldest in keep:
+                self.forget(sequence)
                 return None
+            self.forget(oldest)
         before = len(table.blocks)
         blocks.reserve(table, 0, upto)
         self._writes += [(state.row, at, table.blocks[at]) for at in range(before, len(table.blocks))]
