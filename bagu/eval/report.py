@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +39,7 @@ def write_comparison(found: Sequence[Compared], names: tuple[str, str], path: Pa
 <body>
 <header>
 <h1>{b} against {a}</h1>
-<p class="soft">Scores with 95 % intervals (bootstrap over clusters); differences are paired, item by item.</p>
+<p class="soft">Scores with 95 % intervals over clusters; differences are paired, item by item.</p>
 </header>
 <main>
 <section class="card">{_table(found, names)}</section>
@@ -59,8 +60,8 @@ def _table(found: Sequence[Compared], names: tuple[str, str]) -> str:
     for c in found:
         words = (c.scale.score_and_interval(c.a), c.scale.score_and_interval(c.b), c.scale.difference(c.difference))
         unbroken = [word.replace(" ", NO_BREAK) for word in words]
-        rows.append((c.task, c.metric.replace("_", " "), *unbroken, p_value(c.difference), c.a.items))
-    return grid(("task", "metric", *names, "difference", "p", "items"), rows)
+        rows.append((c.task, c.metric.replace("_", " "), *unbroken, p_value(c.difference), c.a.items, c.a.clusters))
+    return grid(("task", "metric", *names, "difference", "p", "items", "clusters"), rows)
 
 
 def _plot(c: Compared, names: tuple[str, str]) -> str:
@@ -71,7 +72,8 @@ def _plot(c: Compared, names: tuple[str, str]) -> str:
 
 def interval_plot(rows: Sequence[tuple[str, Estimate]], scale: Scale) -> str:
     """A dot and a line from low to high for each row, on one axis, as SVG. Too wide for a phone: let it scroll."""
-    low, high = min(e.low for _, e in rows) * scale.factor, max(e.high for _, e in rows) * scale.factor
+    ends = [end * scale.factor for _, e in rows for end in _drawn(e)]
+    low, high = min(ends), max(ends)
     room = max((high - low) * 0.1, 1e-3 * max(abs(high), 1e-9))
     low, high = max(low - room, 0.0), high + room  # no score is negative
     height = ROW * len(rows) + 34
@@ -89,15 +91,20 @@ def interval_plot(rows: Sequence[tuple[str, Estimate]], scale: Scale) -> str:
     parts.append(f'<text x="0" y="{base + 18}" fill="var(--soft)">{text(scale.name)}</text>')
     for i, (name, e) in enumerate(rows):
         y, colour, mean = ROW * i + ROW / 2, f"var(--c{i % 6})", x(e.mean * scale.factor)
-        ends = f'x1="{x(e.low * scale.factor):.1f}" x2="{x(e.high * scale.factor):.1f}"'
+        left, right = (x(end * scale.factor) for end in _drawn(e))
         parts.append(
             f'<text x="0" y="{y + 5:.0f}" fill="currentColor">{text(name[:24])}</text>'
-            f'<line {ends} y1="{y}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
+            f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="3"/>'
             f'<circle cx="{mean:.1f}" cy="{y}" r="6" fill="{colour}"/>'
             f'<text x="{mean:.1f}" y="{y - 12:.0f}" text-anchor="middle" fill="currentColor">{scale.score(e)}</text>'
         )
     size = "display:block;width:100%;min-width:32rem;height:auto"
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" font-size="14" style="{size}">{"".join(parts)}</svg>'
+
+
+def _drawn(e: Estimate) -> tuple[float, float]:
+    """The ends of the line: both are the mean where there is no interval."""
+    return (e.mean, e.mean) if math.isnan(e.low) else (e.low, e.high)
 
 
 def _items(c: Compared, names: tuple[str, str]) -> str:

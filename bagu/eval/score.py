@@ -20,7 +20,7 @@ from typing import Any
 from bagu.config import write_atomic
 from bagu.eval.choice import answers, score_choices
 from bagu.eval.generation import generate_answers
-from bagu.eval.intervals import Estimate, estimate, estimate_ratio, pass_at_k
+from bagu.eval.intervals import Estimate, as_row, estimate, estimate_ratio, pass_at_k
 from bagu.eval.loss import score_documents
 from bagu.eval.model import Model
 from bagu.eval.task import Item, Task, TaskError, checked_items
@@ -222,7 +222,7 @@ def _write(result: Result, task: Task, header: Row) -> None:
     assert result.folder is not None
     facts = {
         **header["header"], "limits": result.limits, "seconds": result.seconds, "environment": environment(),
-        "metrics": {name: asdict(value) for name, value in result.metrics.items()}, "k": list(task.k),
+        "metrics": {name: as_row(value) for name, value in result.metrics.items()}, "k": list(task.k),
         "ungraded": result.ungraded,
     }  # fmt: skip
     write_atomic(result.folder / "result.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

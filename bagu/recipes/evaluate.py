@@ -18,6 +18,7 @@ from bagu.eval.benchmarks import BENCHMARKS, benchmark
 from bagu.eval.compare import compare_folders
 from bagu.eval.contamination import check_contamination
 from bagu.eval.files import read_task
+from bagu.eval.intervals import as_row
 from bagu.eval.judge import Judge
 from bagu.eval.report import write_comparison
 from bagu.eval.score import Result, evaluate
@@ -127,7 +128,7 @@ def table(results: Sequence[Result]) -> Table:
 def _plain(result: Result) -> dict[str, Any]:
     return {
         "task": result.task, "model": result.model, "seconds": result.seconds, "limits": result.limits,
-        "ungraded": result.ungraded, "metrics": {name: asdict(value) for name, value in result.metrics.items()},
+        "ungraded": result.ungraded, "metrics": {name: as_row(value) for name, value in result.metrics.items()},
     }  # fmt: skip
 
 
@@ -162,16 +163,19 @@ def compare_main(given: EvalOptions) -> int:
     found = compare_folders(a, b)
     page = write_comparison(found, (a.name, b.name), given.out or b / f"against-{a.name}.html")
     if given.as_json:
-        print(json.dumps([asdict(replace(c, differing=())) for c in found], indent=1))
+        rows = ({"a": as_row(c.a), "b": as_row(c.b), "difference": as_row(c.difference)} for c in found)
+        print(
+            json.dumps([asdict(replace(c, differing=())) | row for c, row in zip(found, rows, strict=True)], indent=1)
+        )
         return 0
     console = Console(highlight=False)
     made = Table(title=f"{b.name} against {a.name}", title_justify="left")
-    for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p")):
+    for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p", "clusters")):
         made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i > 3)
     for c in found:
         made.add_row(
             c.task, c.metric.replace("_", " "), c.scale.score(c.a), c.scale.score(c.b),
-            c.scale.difference(c.difference), p_value(c.difference),
+            c.scale.difference(c.difference), p_value(c.difference), f"{c.difference.clusters:,}",
         )  # fmt: skip
     console.print(made)
     console.print(f"[dim]page: {page}[/]")
