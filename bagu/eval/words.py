@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bagu.eval.intervals import MIN_CLUSTERS, Comparison, Estimate
+from bagu.eval.intervals import Comparison, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Scale:
     def interval(self, e: Estimate) -> str:
         """38.1 to 44.0; too few clusters have no interval."""
         if math.isnan(e.low):
-            return f"no interval: {_few(e.clusters)}"
+            return "too few clusters"
         return f"{self._number(e.low)} to {self._number(e.high)}"
 
     def score_and_interval(self, e: Estimate) -> str:
@@ -34,7 +34,7 @@ class Scale:
     def difference(self, c: Comparison) -> str:
         """+1.2 (-0.3 to +2.7)"""
         if math.isnan(c.low):
-            return f"{self._number(c.difference, '+')} (no interval: {_few(c.clusters)})"
+            return f"{self._number(c.difference, '+')} (too few clusters)"
         return f"{self._number(c.difference, '+')} ({self._number(c.low, '+')} to {self._number(c.high, '+')})"
 
     def _number(self, value: float, sign: str = "") -> str:
@@ -48,10 +48,6 @@ BITS = Scale(factor=1, digits=3, sign="", name="bits per byte")
 def scale_of(metric: str) -> Scale:
     """A share of items is written in percent, a loss in bits per byte."""
     return BITS if metric == "bits_per_byte" else PERCENT
-
-
-def _few(clusters: int) -> str:
-    return f"{clusters} cluster{'s' * (clusters != 1)}, not {MIN_CLUSTERS}"
 
 
 def p_value(c: Comparison) -> str:

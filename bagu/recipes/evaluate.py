@@ -170,13 +170,14 @@ def compare_main(given: EvalOptions) -> int:
         return 0
     console = Console(highlight=False)
     made = Table(title=f"{b.name} against {a.name}", title_justify="left")
-    for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p", "clusters")):
+    for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p")):
         made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i > 3)
     for c in found:
         made.add_row(
             c.task, c.metric.replace("_", " "), c.scale.score(c.a), c.scale.score(c.b),
-            c.scale.difference(c.difference), p_value(c.difference), f"{c.difference.clusters:,}",
+            c.scale.difference(c.difference), p_value(c.difference),
         )  # fmt: skip
     console.print(made)
+    console.print(f"[dim]clusters: {', '.join(f'{c.task} {c.difference.clusters:,}' for c in found)}[/]")
     console.print(f"[dim]page: {page}[/]")
     return 0

@@ -50,7 +50,7 @@ def test_evaluate_twice_and_compare(models: tuple[Path, Path], tmp_path: Path) -
     result = json.loads((tmp_path / "b/capitals/result.json").read_text())
     assert result["metrics"]["accuracy"]["mean"] == found[0]["metrics"]["accuracy"]["mean"]
     compared = run("--compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
-    assert "capitals" in compared and "page.html" in compared.replace("\n", "")
+    assert "clusters: capitals" in compared and "page.html" in compared.replace("\n", "")
     page = (tmp_path / "page.html").read_text()
     assert "<svg" in page and "items on which they differ" in page and "<script" not in page
     same = json.loads(run("--compare", tmp_path / "a", tmp_path / "a", "--json"))

@@ -51,8 +51,8 @@ def test_one_or_two_clusters_have_no_interval() -> None:
     for found in (estimate([1.0, 0.0, 1.0], ["a", "a", "b"]), compare([0.0] * 3, [1.0] * 3, ["a", "a", "b"])):
         assert math.isnan(found.low) and math.isnan(found.high) and found.clusters == 2
         assert as_row(found)["low"] is None
-    assert "no interval: 2 clusters, not 3" in PERCENT.score_and_interval(estimate([1.0, 0.0]))
-    assert "(no interval: 1 cluster, not 3)" in BITS.difference(compare([1.0], [2.0], below=[4.0]))
+    assert "(too few clusters)" in PERCENT.score_and_interval(estimate([1.0, 0.0]))
+    assert "(too few clusters)" in BITS.difference(compare([1.0], [2.0], below=[4.0]))
     assert "NaN" not in interval_plot([("a", estimate([1.0, 0.0]))], PERCENT)
 
 
