@@ -1,4 +1,5 @@
-"""The labs: every module in the folder of a theme, which defines `LAB`. Listing them imports none of them."""
+"""The labs: every module in the folder of a theme. Its name is the lab's, and it defines `LAB`, `run`, `verdict` and
+`plot`. Listing labs imports none of them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from bagu.lab.core import Lab
 HERE = Path(__file__).parent
 THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu")
 FRAME = {HERE / f"{name}.py" for name in ("core", "plot", "rows")}  # shared by all labs: no part of one lab's code
-START = "\nLAB = Lab("
+START = "\nLAB = Claim("
 FORMATS = {"len": len, "map": map, "str": str, "max": max, "min": min}  # what the texts of labs call
 
 
@@ -46,32 +47,29 @@ def load(name: str) -> Lab:
     if name not in sources():
         raise UnknownName.among("lab", name, names())
     module = importlib.import_module(f"bagu.lab.{theme_of(name)}.{name}")
-    lab = getattr(module, "LAB", None)
-    if not isinstance(lab, Lab):
-        raise BaguError(f"{module.__name__} has no LAB", hint="define LAB = Lab(...) in the module")
-    if lab.name != name:
-        raise BaguError(f"{module.__name__} names its lab {lab.name!r}", hint="the name must equal the file name")
-    return lab
+    missing = [part for part in ("LAB", "run", "verdict", "plot") if not hasattr(module, part)]
+    if missing:
+        raise BaguError(f"{module.__name__} has no {', '.join(missing)}", hint="bagu/lab/core.py says what a lab is")
+    return Lab(name=name, run=module.run, verdict=module.verdict, plot=module.plot, **vars(module.LAB))
 
 
 def words(name: str, *, whole: bool = True) -> dict[str, Any]:
-    """The texts in `LAB = Lab(...)` of a lab: its name, titles, claims, evidence, whether it needs a GPU; and, unless
+    """The texts in `LAB = Claim(...)` of a lab: titles, claims, evidence, whether it needs a GPU; and, unless
     `whole` is False, regime, varies and measures, which have constants of the module in them.
 
     They are read from the source: importing the code that a lab measures takes seconds.
     """
     source = sources()[name].read_text(encoding="utf-8")
     if START not in source:
-        raise BaguError(f"{sources()[name]} has no LAB", hint="define LAB = Lab(...) in the module")
+        raise BaguError(f"{sources()[name]} has no LAB", hint="define LAB = Claim(...) in the module")
     (statement,) = ast.parse(source[source.index(START) :]).body
     assert isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)
-    skipped = ("run", "verdict", "plot")
-    found = {str(k.arg): k.value for k in statement.value.keywords if k.arg not in skipped}
+    found = {str(k.arg): k.value for k in statement.value.keywords}
     plain: dict[str, Any] = {key: node.value for key, node in found.items() if isinstance(node, ast.Constant)}
     if whole and len(plain) < len(found):
         known = FORMATS | constants(sources()[name])
         plain |= {key: _value(node, known) for key, node in found.items() if key not in plain}
-    return {"evidence": "counting", "needs_gpu": False} | plain
+    return {"name": name, "evidence": "counting", "needs_gpu": False} | plain
 
 
 @cache

@@ -106,15 +106,14 @@ Evidence = Literal["training", "model", "timing", "counting"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """The texts of a lab. They are stored with each result, so that a report does not need the lab's code.
+class Claim:
+    """The texts of a lab: `LAB` in its module.
 
     `evidence` is what decides: models that are trained and compared (a quick run cannot decide, and three seeds are the
     least), what one trained model does (a quick run cannot decide), times (those of a loaded machine are marked), or
     counts and exact arithmetic.
     """
 
-    name: str
     title_en: str
     title_zh: str
     claim_en: str
@@ -129,10 +128,17 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lab(Record):
-    """A record and the functions that measure it."""
+class Record(Claim):
+    """A lab's texts under its name, stored with each result, so that a report does not need the lab's code."""
 
-    run: Callable[[Setting], list[Row]]
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab(Record):
+    """A record, and the functions of the lab's module that measure it."""
+
+    run: Callable[[Setting], Iterable[Row]]
     verdict: Callable[[Sequence[Row]], Verdict]
     plot: Callable[[Sequence[Row]], Sequence[Panel]]
 

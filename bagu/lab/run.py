@@ -121,7 +121,7 @@ def run_lab(lab: Lab, *, machine: str, device: str, quick: bool, console: Consol
         )
 
     start, load = time.perf_counter(), os.getloadavg()[0] / available_cores() if hasattr(os, "getloadavg") else None
-    rows = lab.run(Setting(device=device, quick=quick, track=track))
+    rows = list(lab.run(Setting(device=device, quick=quick, track=track)))
     return Result(
         lab=lab.record(),
         rows=rows,

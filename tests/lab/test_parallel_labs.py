@@ -29,7 +29,7 @@ def ring_rows(ring: list[float], tree: list[float]) -> list[Row]:
     ("ring", "kind"), [([1.0, 1.0], "held"), ([3.0, 1.0], "holds only where"), ([3.0, 3.0], "did not hold")]
 )
 def test_ring_flips(ring: list[float], kind: str) -> None:
-    assert ring_all_reduce.LAB.verdict(ring_rows(ring, [2.0, 2.0])).kind == kind
+    assert ring_all_reduce.verdict(ring_rows(ring, [2.0, 2.0])).kind == kind
 
 
 def check_ring_rows(rows: Sequence[Row]) -> None:
@@ -60,7 +60,7 @@ def zero_rows(*sent: tuple[float, float]) -> list[Row]:
     ],
 )
 def test_zero_flips(sent: tuple[tuple[float, float], ...], kind: str) -> None:
-    found = zero_stages.LAB.verdict(zero_rows(*sent))
+    found = zero_stages.verdict(zero_rows(*sent))
     assert found.kind == kind
     assert "at most 10.0 % for states" in found.sentence_en
 
@@ -93,7 +93,7 @@ def recompute_rows(time: list[float], memory: float = 0.5) -> list[Row]:
     ],
 )
 def test_recomputation_flips(time: list[float], memory: float, kind: str) -> None:
-    assert recomputation.LAB.verdict(recompute_rows(time, memory)).kind == kind
+    assert recomputation.verdict(recompute_rows(time, memory)).kind == kind
 
 
 def check_recomputation_rows(rows: Sequence[Row]) -> None:
@@ -126,7 +126,7 @@ def accumulation_rows(per_micro_batch: float, per_step: float) -> list[Row]:
     ("errors", "kind"), [((1e-15, 1e-15), "held"), ((0.3, 1e-15), "holds only where"), ((0.3, 0.2), "did not hold")]
 )
 def test_accumulation_flips(errors: tuple[float, float], kind: str) -> None:
-    assert gradient_accumulation.LAB.verdict(accumulation_rows(*errors)).kind == kind
+    assert gradient_accumulation.verdict(accumulation_rows(*errors)).kind == kind
 
 
 def check_accumulation_rows(rows: Sequence[Row]) -> None:
@@ -156,7 +156,7 @@ def invariance_rows(costs: list[float], fast: float = 50.0, invariant: float = 0
     ],
 )
 def test_invariance_cost_flips(given: dict[str, Any], kind: str) -> None:
-    assert invariance_cost.LAB.verdict(invariance_rows(**given)).kind == kind
+    assert invariance_cost.verdict(invariance_rows(**given)).kind == kind
 
 
 def check_invariance_rows(rows: Sequence[Row]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bagu.lab.core import Row
-from bagu.lab.parallel.pipeline_bubbles import LAB, expected
+from bagu.lab.parallel.pipeline_bubbles import expected, verdict
 
 
 def rows(gpipe: float, plain: float, zero: float) -> list[Row]:
@@ -22,12 +22,12 @@ def rows(gpipe: float, plain: float, zero: float) -> list[Row]:
     [((0.25, 0.19, 0.1), "held"), ((0.5, 0.19, 0.1), "holds only where"), ((0.5, 0.6, 0.1), "did not hold")],
 )
 def test_the_verdict_follows_the_numbers(shares: tuple[float, float, float], kind: str) -> None:
-    assert LAB.verdict(rows(*shares)).kind == kind
+    assert verdict(rows(*shares)).kind == kind
 
 
 def test_the_verdict_compares_zero_bubble_with_1f1b() -> None:
-    assert "1f1b at 1 of 1" in LAB.verdict(rows(0.2, 0.2, 0.1)).sentence_en
-    assert "1f1b at 0 of 1" in LAB.verdict(rows(0.2, 0.2, 0.3)).sentence_en
+    assert "1f1b at 1 of 1" in verdict(rows(0.2, 0.2, 0.1)).sentence_en
+    assert "1f1b at 0 of 1" in verdict(rows(0.2, 0.2, 0.3)).sentence_en
 
 
 def test_the_formulas() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from bagu.lab.core import Row
-from bagu.lab.parallel.tensor_parallel import LAB
+from bagu.lab.parallel.tensor_parallel import verdict
 
 
 def rows(*points: tuple[int, int, int]) -> list[Row]:
@@ -24,11 +24,11 @@ def rows(*points: tuple[int, int, int]) -> list[Row]:
     ],
 )
 def test_the_verdict_follows_the_numbers(points: tuple[tuple[int, int, int], ...], kind: str) -> None:
-    assert LAB.verdict(rows(*points)).kind == kind
+    assert verdict(rows(*points)).kind == kind
 
 
 def test_the_verdict_says_where_the_modes_are_equal() -> None:
-    sentence = LAB.verdict(rows((20, 1, 2), (40, 3, 2))).sentence_en
+    sentence = verdict(rows((20, 1, 2), (40, 3, 2))).sentence_en
     assert "more from 4 tokens per unit of width, and less up to 2" in sentence
 
 

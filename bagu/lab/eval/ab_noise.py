@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Bars, Line, Panel, Rule
 from bagu.nn import Transformer, init_weights
@@ -83,22 +83,18 @@ def _statistics(
     return (means[1] - means[0]) / (variances[0] + variances[1]).clamp_min(1e-300).sqrt()
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     count, tests = (40, 200) if setting.quick else (1000, 2000)
     pool = torch.tensor(latencies(count, setting.device), dtype=torch.float64)
     pool /= pool.mean()
     cv = float(pool.std())
-    rows: list[Row] = []
     for seed, difference in enumerate(setting.track((0.0, *DIFFERENCES))):
         needed = requests_needed(cv, difference or min(DIFFERENCES))
         fixed, peeking = found_shares(pool, difference, needed, tests, seed)
-        rows.append(
-            {
-                "difference_percent": 100 * difference, "requests": needed, "cv_percent": 100 * cv, "tests": tests,
-                "found_fixed_percent": fixed, "found_peeking_percent": peeking,
-            }
-        )  # fmt: skip
-    return rows
+        yield {
+            "difference_percent": 100 * difference, "requests": needed, "cv_percent": 100 * cv, "tests": tests,
+            "found_fixed_percent": fixed, "found_peeking_percent": peeking,
+        }  # fmt: skip
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -137,8 +133,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="ab_noise",
+LAB = Claim(
     title_en="A/B noise",
     title_zh="A/B 测试的噪声",
     claim_en="The requests needed to see a difference grow with the inverse square of it: twice as small a difference "
@@ -149,7 +144,4 @@ LAB = Lab(
     regime="latencies of real requests with 1 to 64 prompt and output tokens; two versions, means compared",
     varies="the difference between the versions; one look or twenty",
     measures="the share of tests that report a difference",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

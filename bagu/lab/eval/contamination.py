@@ -26,7 +26,7 @@ from bagu.eval.intervals import Estimate, compare, estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number, where
 from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, on_engine, read_library, sized, train
 from bagu.lab.plot import Bars, Line, Mark, Panel, Rule
 
@@ -219,8 +219,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="contamination",
+LAB = Claim(
     title_en="Contamination",
     title_zh="测试集污染",
     claim_en="Test items in the training text raise the score, and an n-gram check finds them.",
@@ -233,7 +232,4 @@ LAB = Lab(
     f"bootstrap interval over files and a p-value; percentage of items that the {WORDS}-gram check finds; the same for "
     "a control group.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -21,7 +21,7 @@ from bagu.eval.intervals import compare, estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.library import in_fair_order
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.library_models import (
     CONTEXT,
     STEP_TOKENS,
@@ -274,8 +274,7 @@ def relative_spread(row: Row) -> float:
     return 100 * number(row, "spread_points") / number(row, "interval_points")
 
 
-LAB = Lab(
-    name="few_shot_noise",
+LAB = Claim(
     title_en="Few-shot noise",
     title_zh="少样本评测的噪声",
     claim_en="The choice and the order of few-shot examples change a score by less than its 95 % interval.",
@@ -289,7 +288,4 @@ LAB = Lab(
     measures="1.96 standard deviations of the score over draws, against half the width of the bootstrap interval over "
     f"files of one score; the percentage of pairs of draws that a paired test calls different (p < {LEVEL}).",
     evidence="model",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

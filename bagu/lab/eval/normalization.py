@@ -26,7 +26,7 @@ from bagu.eval.intervals import estimate
 from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.library_models import (
     CONTEXT,
     STEP_TOKENS,
@@ -241,8 +241,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [*panels, ranks]
 
 
-LAB = Lab(
-    name="normalization",
+LAB = Claim(
     title_en="Normalisation of choices",
     title_zh="选项得分的归一化",
     claim_en="Multiple-choice scores normalised by length rank models as their held-out loss does, better than raw "
@@ -256,7 +255,4 @@ LAB = Lab(
     measures="Score of each model; Kendall's tau between score and held-out loss over all models, and its difference "
     "to that of raw, with a bootstrap over files.",
     evidence="model",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

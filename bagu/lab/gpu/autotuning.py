@@ -29,7 +29,7 @@ from bagu.bench.selection import select
 from bagu.bench.tune_compile import Compiler
 from bagu.bench.tune_searches import searches
 from bagu.bench.tune_steps import Target, space, steps
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.gpu import fusion
 from bagu.lab.parts.confidence import Interval, interval, of_ratio
 from bagu.lab.parts.ranks import rank_correlation
@@ -270,8 +270,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="autotuning",
+LAB = Claim(
     title_en="Autotuning",
     title_zh="自动调优",
     claim_en="Default tile sizes are far from the best, and a cost model ranks the candidates well enough to skip most "
@@ -284,7 +283,4 @@ LAB = Lab(
     "(99 %); on a CPU the rank correlation of predicted and measured times. Intervals are over kernels or sizes. "
     f"Far: ×{FAR} or more. Ranks well: {RANKS} or more.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

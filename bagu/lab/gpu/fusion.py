@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import Line, Mark, Note, Panel, Rule
 from bagu.machine.device import available_memory, cxx_compiler, this_machine
@@ -125,11 +125,10 @@ def working_sets(setting: Setting) -> tuple[int, list[int]]:
     return cache, [size for size in (4**i * MIB for i in range(10)) if size < largest / 2] + [largest]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     dtype, N = (torch.float32, 1024) if setting.device == "cpu" else (torch.bfloat16, 4096)
     cache, sizes = working_sets(setting)
     seconds = 0.03 if setting.quick else 0.15
-    rows: list[Row] = []
     for size in setting.track(sizes):
         M = size // (4 * N * dtype.itemsize)
         fused_bytes = spec("add_rms_norm").cost({"M": M, "N": N}, dtype.itemsize).bytes
@@ -138,18 +137,15 @@ def run(setting: Setting) -> list[Row]:
         for name, time_s in best_times(variants(b, setting), setting.device, seconds=seconds).items():
             fused = not name.startswith("steps")
             traffic = fused_bytes if fused else steps_bytes
-            rows.append(
-                {
-                    "variant": name,
-                    "fused": fused,
-                    "working_set_bytes": size,
-                    "last_level_cache_bytes": cache,
-                    "traffic_bytes": traffic,
-                    "time_us": time_s * 1e6,
-                    "rate_gb_per_s": traffic / time_s / 1e9,
-                }
-            )
-    return rows
+            yield {
+                "variant": name,
+                "fused": fused,
+                "working_set_bytes": size,
+                "last_level_cache_bytes": cache,
+                "traffic_bytes": traffic,
+                "time_us": time_s * 1e6,
+                "rate_gb_per_s": traffic / time_s / 1e9,
+            }
 
 
 def speedups(rows: Sequence[Row]) -> dict[int, tuple[float, float, str]]:
@@ -209,8 +205,7 @@ def size_mib(row: Row) -> float:
     return number(row, "working_set_bytes") / MIB
 
 
-LAB = Lab(
-    name="fusion",
+LAB = Claim(
     title_en="Fusion",
     title_zh="算子融合",
     claim_en="A fused kernel is faster by exactly the memory traffic it saves.",
@@ -222,7 +217,4 @@ LAB = Lab(
     measures="Counted traffic, and the best of three median times of a call. The claim counts as met if the two "
     f"ratios agree within {CLOSE:.0%}.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -14,7 +14,7 @@ channels last in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, numbers_in, where
 from bagu.lab.model.attention_complexity import peak_bytes
 from bagu.lab.parts.confidence import Interval, of_ratio
 from bagu.lab.parts.interleaved import round_times
@@ -97,8 +97,7 @@ def ways(point: Point, device: str) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 @torch.no_grad()
-def run(setting: Setting) -> list[Row]:
-    rows: list[Row] = []
+def run(setting: Setting) -> Iterator[Row]:
     for point in setting.track(points(setting)):
         calls = ways(point, setting.device)
         seconds, rounds = (0.01, 2) if setting.quick else (0.1, ROUNDS)
@@ -107,22 +106,19 @@ def run(setting: Setting) -> list[Row]:
         image = out.nbytes  # as many channels out as in
         for way, call in calls.items():
             slower = of_ratio(times["im2col"], times[way])
-            rows.append(
-                {
-                    "layer": point.name,
-                    "kernel": point.kernel,
-                    "way": way,
-                    "device": setting.device,
-                    "time_us": 1e6 * min(times[way]),
-                    "speedup_over_im2col": slower.mean,
-                    "speedup_low": slower.low,
-                    "speedup_high": slower.high,
-                    "image_bytes": image,
-                    "extra_bytes": peak_bytes(call, setting.device) - image,
-                    "predicted_extra_bytes": image * point.kernel**2 if way == "im2col" else 0,
-                }
-            )
-    return rows
+            yield {
+                "layer": point.name,
+                "kernel": point.kernel,
+                "way": way,
+                "device": setting.device,
+                "time_us": 1e6 * min(times[way]),
+                "speedup_over_im2col": slower.mean,
+                "speedup_low": slower.low,
+                "speedup_high": slower.high,
+                "image_bytes": image,
+                "extra_bytes": peak_bytes(call, setting.device) - image,
+                "predicted_extra_bytes": image * point.kernel**2 if way == "im2col" else 0,
+            }
 
 
 def implicit(rows: Sequence[Row]) -> str:
@@ -193,8 +189,7 @@ def _swept(rows: Sequence[Row]) -> set[str]:
     return max(by_image.values(), key=len)
 
 
-LAB = Lab(
-    name="implicit_gemm",
+LAB = Claim(
     title_en="Implicit GEMM",
     title_zh="隐式 GEMM 卷积",
     claim_en="A convolution is a matrix product that needs no unfolded image: im2col stores R × S times the image for "
@@ -207,7 +202,4 @@ LAB = Lab(
     measures="Time in five rounds in turn, as the ratio to im2col with a 95 % interval; peak memory beyond inputs and "
     f"result. As predicted: within {NEAR:.0%} of R × S images for im2col, at most {SMALL} for the implicit product.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -8,13 +8,13 @@ op (RMSNorm, forward) is called in three ways that launch the same kind of kerne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.plot import Line, Panel
 from bagu.machine.timing import measure, measure_host
 
@@ -59,25 +59,21 @@ def call_s(call: Callable[[], object]) -> float:
 
 
 @torch.no_grad()
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     device = torch.device(setting.device)
     sizes = [4**i * 32 * KIB for i in range(4 if setting.quick else 8)]  # of x, bf16: 32 KiB to 512 MiB
     w = torch.ones(N, device=device, dtype=torch.bfloat16)
     hosts = {name: measure_host(call, device) for name, call in ways(torch.randn(16, N).to(w), w).items()}
-    rows: list[Row] = []
     for size in setting.track(sizes):
         x = torch.randn(size // (2 * N), N, device=device, dtype=torch.bfloat16)
         for name, call in ways(x, w).items():
-            rows.append(
-                {
-                    "way": name,
-                    "size_bytes": size,
-                    "host_us": 1e6 * hosts[name],
-                    "kernel_us": 1e6 * kernel_s(call),
-                    "call_us": 1e6 * call_s(call),
-                }
-            )
-    return rows
+            yield {
+                "way": name,
+                "size_bytes": size,
+                "host_us": 1e6 * hosts[name],
+                "kernel_us": 1e6 * kernel_s(call),
+                "call_us": 1e6 * call_s(call),
+            }
 
 
 def longer(row: Row) -> float:
@@ -135,8 +131,7 @@ def size_mib(row: Row) -> float:
     return number(row, "size_bytes") / KIB**2
 
 
-LAB = Lab(
-    name="launch_overhead",
+LAB = Claim(
     title_en="Launch overhead",
     title_zh="启动开销",
     claim_en="A call takes the longer of the host's time and the kernel's: below some size a GPU waits for its host.",
@@ -148,7 +143,4 @@ LAB = Lab(
     f"call in a row. The claim counts as met where a call takes the longer of the two within {CLOSE:.0%}.",
     needs_gpu=True,
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -27,7 +27,7 @@ import torch
 from bagu.bench.kernel_view import inspect_launch
 from bagu.bench.occupancy import occupancy
 from bagu.bench.sizing import bench_inputs
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.parts.confidence import Interval, of_ratio
 from bagu.lab.parts.interleaved import round_times
 from bagu.lab.parts.ranks import rank_correlation
@@ -283,8 +283,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="occupancy",
+LAB = Claim(
     title_en="Occupancy",
     title_zh="占用率",
     claim_en="Fewer registers and fewer stages let more warps run at once on a multiprocessor, and more of them are "
@@ -297,7 +296,4 @@ LAB = Lab(
     "five rounds in turn. More is faster: a rank correlation above 0 with 95 % confidence, and the most occupied "
     f"setting within {AS_FAST - 1:.0%} of the fastest.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -12,12 +12,12 @@ there the overhead of the calls dominates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import Panel, by_length
 from bagu.ops.attention import dense
@@ -28,10 +28,9 @@ CLAIMED = {"scores": 2, "blocked": 2, "window, op": 1, "window, cut": 1}  # clai
 NEAR = 0.35  # tolerance: an exponent may be above a claimed 1, or below a claimed 2, by this much
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     lengths = [512, 1024, 2048] if setting.quick else [512, 1024, 2048, 4096, 8192]
     dtype = torch.float32 if setting.device == "cpu" else torch.bfloat16
-    rows: list[Row] = []
     for L in setting.track(lengths):
         generator = torch.Generator().manual_seed(0)
         q, k, v = torch.randn(3, L, HEADS, HEAD_SIZE, generator=generator).to(setting.device, dtype).unbind()
@@ -39,16 +38,13 @@ def run(setting: Setting) -> list[Row]:
         times = best_times(calls, setting.device, seconds=0.02 if setting.quick else 0.3)
         for way, call in calls.items():
             peak = peak_bytes(call, setting.device)
-            rows.append(
-                {
-                    "way": way,
-                    "length_tokens": L,
-                    "window_tokens": WINDOW if way.startswith("window") else None,
-                    "time_ms": times[way] * 1e3,
-                    "peak_bytes": peak,
-                }
-            )
-    return rows
+            yield {
+                "way": way,
+                "length_tokens": L,
+                "window_tokens": WINDOW if way.startswith("window") else None,
+                "time_ms": times[way] * 1e3,
+                "peak_bytes": peak,
+            }
 
 
 def ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
@@ -138,8 +134,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return by_length(rows, list(CLAIMED), "time_ms", "a forward", slopes=True)
 
 
-LAB = Lab(
-    name="attention_complexity",
+LAB = Claim(
     title_en="Complexity of attention",
     title_zh="注意力的复杂度",
     claim_en="Time and memory of attention grow with the square of the length; a sliding window makes both linear.",
@@ -150,7 +145,4 @@ LAB = Lab(
     measures="Best of three median times; peak memory beyond the inputs; the exponent over the last "
     f"doubling of the length: quadratic is {2 - NEAR} or more, linear is {1 + NEAR} or less.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

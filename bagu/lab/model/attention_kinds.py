@@ -20,7 +20,7 @@ from itertools import product
 import torch
 
 from bagu.data import evaluation_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.byte_models import VOCAB, LibraryBytes, read_bytes, rows_of, train_on_bytes
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.tiny import tiny
@@ -202,8 +202,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="attention_kinds",
+LAB = Claim(
     title_en="Kinds of attention",
     title_zh="注意力的种类",
     claim_en="At equal parameters GQA, MQA and MLA reach MHA's loss with a fraction of its KV cache.",
@@ -220,7 +219,4 @@ LAB = Lab(
     "seven tasks (Ainslie et al. 2023, arXiv:2305.13245, table 1).",
     published_zh="T5-XXL（11B）继续训练后七项任务的平均分：MHA 47.2，8 组的 GQA 47.1，MQA 46.6"
     "（Ainslie 等，2023，arXiv:2305.13245，表 1）。",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -19,7 +19,7 @@ from itertools import product
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.plot import Line, Panel
 
 T, C = 64, 64
@@ -155,8 +155,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="batchnorm_layernorm",
+LAB = Claim(
     title_en="BatchNorm and LayerNorm",
     title_zh="BatchNorm 与 LayerNorm",
     claim_en="BatchNorm does not suit text: padding and small batches break its statistics; LayerNorm is not affected.",
@@ -166,7 +165,4 @@ LAB = Lab(
     varies="Sequences in a batch, 1 to 256; padding included in the statistics or masked.",
     measures="Error of the batch mean (in σ) and variance (in %) relative to the population; difference between "
     "training and evaluation outputs; change of LayerNorm's outputs if a sequence is alone and without padding.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -12,14 +12,14 @@ backward makes each block of weights again from it. That is 5 products of matric
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number
 from bagu.lab.model.attention_complexity import peak_bytes
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import MIB, Panel, by_length
@@ -32,11 +32,10 @@ BLOCKED = ("SDPA", "bagu")
 NEAR = 0.35  # an exponent that is above a claimed 1, or below a claimed 2, by no more than this meets it
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     lengths = [128, 256, 512] if setting.quick else [512, 1024, 2048, 4096]
     lengths = lengths if setting.device == "cpu" else [4 * n for n in lengths]
     dtype = torch.float32 if setting.device == "cpu" else torch.bfloat16
-    rows: list[Row] = []
     for L in setting.track(lengths):
         generator = torch.Generator().manual_seed(0)
         q, k, v = torch.randn(3, L, HEADS, HEAD_SIZE, generator=generator).to(setting.device, dtype).unbind()
@@ -46,18 +45,15 @@ def run(setting: Setting) -> list[Row]:
         seconds = 0.02 if setting.quick else 0.3
         forward, whole = (best_times(c, setting.device, seconds=seconds) for c in (calls, both))
         for way in WAYS:
-            rows.append(
-                {
-                    "way": way,
-                    "device": setting.device,
-                    "length_tokens": L,
-                    "forward_ms": forward[way] * 1e3,
-                    "forward_and_backward_ms": whole[way] * 1e3,
-                    "peak_bytes": peak_bytes(both[way], setting.device),
-                    "kept_bytes": kept_bytes(calls[way]),
-                }
-            )
-    return rows
+            yield {
+                "way": way,
+                "device": setting.device,
+                "length_tokens": L,
+                "forward_ms": forward[way] * 1e3,
+                "forward_and_backward_ms": whole[way] * 1e3,
+                "peak_bytes": peak_bytes(both[way], setting.device),
+                "kept_bytes": kept_bytes(calls[way]),
+            }
 
 
 def ways(
@@ -152,8 +148,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return by_length(rows, WAYS, "forward_and_backward_ms", "forward and backward")
 
 
-LAB = Lab(
-    name="flash_attention",
+LAB = Claim(
     title_en="FlashAttention",
     title_zh="FlashAttention：不保存分数的注意力",
     claim_en="Attention that never stores its scores needs memory linear in the length, and is faster even though its "
@@ -166,7 +161,4 @@ LAB = Lab(
     "memory allocated at once beyond the inputs, and its exponent over the last doubling of the length: square is "
     f"{2 - NEAR} or more, linear is {1 + NEAR} or less.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

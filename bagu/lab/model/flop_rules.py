@@ -18,7 +18,7 @@ from itertools import pairwise, product
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.plot import COLOURS, Line, Mark, Note, Panel, Rule
 from bagu.nn import count
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
@@ -228,8 +228,7 @@ def dots(rows: Sequence[Row], keys: dict[str, str], title: str, names: Sequence[
     return Panel(marks, title, "error, %", xlim=(-1.1 * most, 1.1 * most), ynames=names, legend="below")
 
 
-LAB = Lab(
-    name="flop_rules",
+LAB = Claim(
     title_en="Parameter and FLOP rules",
     title_zh="参数量与计算量的经验公式",
     claim_en="L layers of width d have N = 12·L·d² parameters, and training costs 6N FLOPs per token.",
@@ -240,7 +239,4 @@ LAB = Lab(
     "blocks and head, or all parameters.",
     measures=f"Error of both rules relative to bagu.nn.count, and where it exceeds {GOOD:g} %; the count against "
     "PyTorch's FLOP counter over a real forward and backward, for two small models.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

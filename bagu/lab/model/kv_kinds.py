@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number
 from bagu.lab.parts.decoding import decode_step_s
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Bars, Panel
@@ -123,8 +123,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="kv_kinds",
+LAB = Claim(
     title_en="Kinds of KV cache",
     title_zh="KV 缓存的种类",
     claim_en="A KV cache with fewer bytes per token makes decoding faster: the order of the sizes is the order of the "
@@ -137,7 +136,4 @@ LAB = Lab(
     measures="Bytes per token of the engine's pool; the time of a step at the long context minus that at "
     f"{SHORT} tokens, best of three medians. A time counts as longer from ×{LEAD:g}.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

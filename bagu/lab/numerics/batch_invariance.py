@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Bars, Mark, Note, Panel
 from bagu.machine.fast_dtype import compute_dtype
@@ -49,9 +49,8 @@ def cases(quick: bool) -> list[Case]:
     return [*batches, Case("chunks of 7", 1, budget=7), Case("warm prefix", 1, warm=True)]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     tokens = 6 if setting.quick else 64
-    rows: list[Row] = []
     # Without bf16 instructions the products are scalar loops, which would take hours.
     dtypes = list(DTYPES) if compute_dtype(torch.device("cpu")) == torch.bfloat16 else ["fp32"]
     for mode, dtype in setting.track(list(product(MODES, dtypes))):
@@ -60,8 +59,7 @@ def run(setting: Setting) -> list[Row]:
         for case in cases(setting.quick):
             found, rate = completions(model, case, mode, tokens)
             row: Row = {"mode": mode, "dtype": dtype, "case": case.name, "batch_sequences": case.batch}
-            rows.append(row | compare(alone, found) | {"generated_tokens_per_s": rate})
-    return rows
+            yield row | compare(alone, found) | {"generated_tokens_per_s": rate}
 
 
 def completions(model: Transformer, case: Case, mode: str, tokens: int) -> tuple[list[Completion], float]:
@@ -189,8 +187,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="batch_invariance",
+LAB = Claim(
     title_en="Batch invariance",
     title_zh="批不变性",
     claim_en="With the same seed a request gets the same tokens and logprobs, independent of the rest of the batch.",
@@ -201,7 +198,4 @@ LAB = Lab(
     "chunked prefill, a warm prefix cache.",
     measures="Bits of the fp32 logprobs that differ from the same request alone, up to the first different token; "
     "number of changed texts; tokens/s of the batch, prompts included.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

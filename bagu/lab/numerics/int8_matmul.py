@@ -16,12 +16,12 @@ The largest value is that of normal numbers of these deviations (rounding_noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.confidence import Interval, interval, of_ratio
 from bagu.lab.parts.interleaved import round_times
 from bagu.lab.parts.rounding_noise import mean_square_peak
@@ -95,19 +95,17 @@ def predicted_error(method: str, K: int, outliers: int) -> float:
 
 
 @torch.no_grad()
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     quick, device = setting.quick, setting.device
     M, N, K = (32, 64, 256) if quick else (256, 512, 4096)
     seeds = 3 if quick else SEEDS
     sizes = (256,) if quick else (1024, 2048, 4096, 8192) if device == "cuda" else (256, 512, 1024)
-    rows: list[Row] = []
     for share in setting.track((0.0, 0.01) if quick else SHARES):
         outliers = round(share * K)
         for method in METHODS:
-            rows += [error_row(method, (M, N, K), outliers, seed, device) for seed in range(seeds)]
+            yield from [error_row(method, (M, N, K), outliers, seed, device) for seed in range(seeds)]
     for size in setting.track(sizes):
-        rows += speed_rows(size, setting)
-    return rows
+        yield from speed_rows(size, setting)
 
 
 def error_row(method: str, shape: tuple[int, int, int], outliers: int, seed: int, device: str) -> Row:
@@ -242,8 +240,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="int8_matmul",
+LAB = Claim(
     title_en="int8 matmul",
     title_zh="int8 矩阵乘",
     claim_en="An int8 product is twice as fast as a float product. A few outlier channels ruin its accuracy, and a "
@@ -258,7 +255,4 @@ LAB = Lab(
     f"the shape; time over five rounds in turn. Twice: ×{TWICE} or more. Harm: ×{HARM:g} the error or more. Restored: "
     f"×{RESTORED} or less.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -9,14 +9,14 @@ invariant mode (bagu.ops.invariant, docs/decisions/016) the order follows from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.decoding import decode_step_s
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import Line, Mark, Panel, Rule
@@ -38,21 +38,19 @@ def mode(name: str) -> AbstractContextManager[None]:
     return ops.invariant() if name == "invariant" else nullcontext()
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     on_gpu, quick = setting.device != "cpu", setting.quick
     tiny = replace(preset("cpu_8m"), num_layers=2, vocab_size=512)
     config = tiny if quick else preset("qwen3_0_6b") if on_gpu else preset("cpu_8m")
     counts = (1, 64) if quick else (1, 16, 256, 4096) if on_gpu else (1, 7, 64, 512)
     batches = (2,) if quick else (1, 32, 256) if on_gpu else (1, 32)
     device = torch.device(setting.device)
-    rows: list[Row] = []
     for name, op in setting.track(list(operations(config, max(counts), device).items())):
         fitting = [n for n in counts if n <= DOCUMENTS] if name == "attention" else counts
-        rows += op_rows(name, op, fitting, setting)
+        yield from op_rows(name, op, fitting, setting)
     model = init_weights(Transformer(config, device=device, dtype=compute_dtype(device)), 0).eval()
     for batch in setting.track(batches):
-        rows += engine_rows(model, batch, setting)
-    return rows
+        yield from engine_rows(model, batch, setting)
 
 
 def operations(config: ModelConfig, most: int, device: torch.device) -> dict[str, Op]:
@@ -210,8 +208,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="invariance_cost",
+LAB = Claim(
     title_en="The cost of batch invariance",
     title_zh="批不变性的代价",
     claim_en="Fast kernels change a token's bits with its batch, and fixing them costs at most 30 % of a decode step.",
@@ -222,7 +219,4 @@ LAB = Lab(
     measures="Values of the first rows that differ from those in the largest batch; logprobs that differ between "
     "decode in a batch and one prefill alone; time of an op and of a decode step, best of three medians in turn.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -14,7 +14,7 @@ the three contributions sum to log(total) and no order is preferred.
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import permutations
 from math import exp, log
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import Bars, Line, Mark, Note, Panel, Rule
 
@@ -76,9 +76,8 @@ def variants(n: int) -> list[Variant]:
     ]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     sizes = (1_000, 100_000) if setting.quick else (1_000, 10_000, 100_000, 1_000_000, 4_000_000)
-    rows: list[Row] = []
     for n in setting.track(sizes):
         all_variants, repeats = variants(n), max(1, ELEMENTS_PER_SAMPLE // n)
         samples = {variant.name: partial(repeat, variant.call, repeats) for variant in all_variants}
@@ -86,8 +85,7 @@ def run(setting: Setting) -> list[Row]:
         for variant in all_variants:
             corner = dict(zip(FACTORS, variant.corner or (None, None, None), strict=True))
             time_ns = times[variant.name] / repeats / n * 1e9
-            rows.append({"n_elements": n, "variant": variant.name, **corner, "time_ns_per_element": time_ns})
-    return rows
+            yield {"n_elements": n, "variant": variant.name, **corner, "time_ns_per_element": time_ns}
 
 
 def repeat(call: Callable[[], object], times: int) -> None:
@@ -183,8 +181,7 @@ def short(n: int) -> str:
     return f"{n // 1_000_000}M" if n >= 1_000_000 else f"{n // 1_000}k"
 
 
-LAB = Lab(
-    name="numpy_lists",
+LAB = Claim(
     title_en="NumPy and lists",
     title_zh="NumPy 与列表",
     claim_en="NumPy is faster than lists because arrays are contiguous in memory.",
@@ -196,7 +193,4 @@ LAB = Lab(
     measures="Time per element, the best of three medians; the speedup of a factor is its mean over the six orders of "
     "the three changes.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -16,12 +16,12 @@ error of the weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.parts.confidence import interval, of_ratio
 from bagu.lab.parts.library_models import new_model, read_library, train
 from bagu.lab.parts.rounding_noise import mean_square_peak
@@ -100,7 +100,7 @@ def model_weights(*, quick: bool, device: str) -> tuple[str, list[torch.Tensor]]
     return "new model" if quick else "trained model", found[:SEEDS]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     shape = (128, 512) if setting.quick else (1024, 4096)
     seeds = 3 if setting.quick else SEEDS
     weights = {
@@ -109,17 +109,15 @@ def run(setting: Setting) -> list[Row]:
     }
     name, trained = model_weights(quick=setting.quick, device=setting.device)
     weights[name] = trained
-    rows: list[Row] = []
     for kind in setting.track(list(weights)):
         samples = [w.to(setting.device) for w in weights[kind]]
         inputs = [_inputs(w, seed) for seed, w in enumerate(samples)]
         for form in FORMATS:
             for sharing in SHARING:
-                rows += [
+                yield from [
                     {"weights": kind, "sample": i, **errors(w, x, form, sharing)}
                     for i, (w, x) in enumerate(zip(samples, inputs, strict=True))
                 ]
-    return rows
 
 
 def _inputs(w: torch.Tensor, seed: int) -> torch.Tensor:
@@ -202,8 +200,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="quantization_error",
+LAB = Claim(
     title_en="Quantization error",
     title_zh="量化误差",
     claim_en="The finer the scales, the smaller the error: a scale per row beats one per tensor, and one per group of "
@@ -215,7 +212,4 @@ LAB = Lab(
     varies="Format: int8, int4, fp8 (e4m3). Values that share a scale: the tensor, a row, a group of 128.",
     measures="Relative error of the weight and of the layer's output against fp64, and the predicted error; 95 % "
     "intervals over five seeds or layers.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -22,7 +22,7 @@ import torch
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.continue4 import continue4
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number
 from bagu.lab.parts.library_models import (
     CONTEXT,
     KV_MEMORY,
@@ -155,8 +155,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="quantization_quality",
+LAB = Claim(
     title_en="Quantization quality",
     title_zh="量化的质量代价",
     claim_en="Weights of 8 bits cost nothing that can be measured; weights of 4 bits cost something.",
@@ -167,7 +166,4 @@ LAB = Lab(
     varies="The format of the weights of linear layers: fp32, bf16, int8, Q8_0, fp8, int4, Q4_0.",
     measures=f"Bits per byte of held-out text (at most {FREE:g} more counts as free), and the share of right choices.",
     evidence="model",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

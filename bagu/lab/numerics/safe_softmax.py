@@ -11,29 +11,27 @@ negative, every exp is zero and the row is 0 / 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, numbers_in, where
 from bagu.lab.plot import Heat, Panel
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 OFF_BY = 0.1  # a row whose sum differs from 1 by this much is broken; rounding stays below 0.01
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     stds = (1, 2, 5, 20) if setting.quick else (1, 1.5, 2, 3, 5, 7, 10, 14, 20, 50)
     sizes = (64,) if setting.quick else (16, 64, 128, 256)
     tokens = 128 if setting.quick else 512
     points = list(product(sizes, stds, DTYPES, (True, False)))
-    rows: list[Row] = []
     for d, std, dtype, divided in setting.track(points):
         s = scores(d, std, tokens, DTYPES[dtype], setting.device, divided=divided)
-        rows.append({"head_size": d, "std": std, "dtype": dtype, "divided": divided, **compare(s)})
-    return rows
+        yield {"head_size": d, "std": std, "dtype": dtype, "divided": divided, **compare(s)}
 
 
 def scores(d: int, std: float, tokens: int, dtype: torch.dtype, device: str, *, divided: bool) -> torch.Tensor:
@@ -127,8 +125,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="safe_softmax",
+LAB = Claim(
     title_en="Safe softmax",
     title_zh="安全的 softmax",
     claim_en="Dividing the scores by √d makes subtracting the maximum unnecessary.",
@@ -137,7 +134,4 @@ LAB = Lab(
     varies="dtype (fp16, bf16, fp32, fp64), standard deviation of q and k (1 to 50), head size, divided by √d or not.",
     measures="Fraction of rows that are not a distribution (inf, NaN or a sum off by 0.1), by overflow and underflow; "
     "largest error of a probability relative to fp64, of the naive softmax and of bagu.ops.softmax on the same scores.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

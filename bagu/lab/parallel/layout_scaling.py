@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.planned import SEQ, best_plan, rows_by_size
 from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.parallel.plan import Plan
@@ -104,8 +104,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="layout_scaling",
+LAB = Claim(
     title_en="3D parallelism or FSDP",
     title_zh="3D 并行还是 FSDP",
     claim_en="FSDP is the fastest layout on few GPUs, and 3D parallelism on many.",
@@ -115,7 +114,4 @@ LAB = Lab(
     varies="Number of GPUs (8 to 8,192) and the model (8B, 70B, 405B).",
     measures="Step time of the fastest FSDP layout (ZeRO-3, also with replicas) and of the fastest layout with tensor "
     "or pipeline parallelism, and from how many GPUs the second is faster.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

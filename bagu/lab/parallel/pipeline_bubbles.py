@@ -11,14 +11,14 @@ because other load on the machine only adds idle time. Each process needs a core
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import get_args
 
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel
 from bagu.nn import Transformer, init_weights
@@ -32,24 +32,20 @@ RANKS, VOCAB = 2, 64
 CLOSE = 0.1  # a measured share this close to the formula agrees with it
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     counts = (2, 4) if setting.quick else (2, 4, 8, 16)
     points = list(product(get_args(Schedule), counts))
     size = (64, 64, 1) if setting.quick else (256, 512, 6)
     results = on_ranks(RANKS, steps, points, *size)
-    rows: list[Row] = []
     for i, (schedule, m) in enumerate(setting.track(points)):
         shares = [bubble(ranks) for ranks in zip(*(result[i] for result in results), strict=True)]
-        rows.append(
-            {
-                "schedule": schedule,
-                "micro_batches": m,
-                "idle_share": min(shares),
-                "formula_share": expected(schedule, m),
-                "steps": len(shares),
-            }
-        )
-    return rows
+        yield {
+            "schedule": schedule,
+            "micro_batches": m,
+            "idle_share": min(shares),
+            "formula_share": expected(schedule, m),
+            "steps": len(shares),
+        }
 
 
 def expected(schedule: Schedule, m: int) -> float | None:
@@ -113,8 +109,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [Panel(marks, "Idle share (dashed: formula)", "micro-batches", "idle share", ylim=(0, None))]
 
 
-LAB = Lab(
-    name="pipeline_bubbles",
+LAB = Claim(
     title_en="Pipeline bubbles",
     title_zh="流水线气泡",
     claim_en="A pipeline is idle for (p - 1) / (m + p - 1) of its time, and interleaved stages divide the bubble.",
@@ -123,7 +118,4 @@ LAB = Lab(
     varies="schedule, number of micro-batches",
     measures="idle share of both ranks from the timestamps of every forward and backward",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

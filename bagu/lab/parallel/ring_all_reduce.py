@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.plot import Line, Panel
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.local_ranks import on_ranks
@@ -29,25 +29,21 @@ from bagu.parallel.tree import tree_all_reduce
 WAYS = ("ring", "tree", "library")
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     counts = (2, 4) if setting.quick else (2, 3, 4, 8)
     sizes = (1 << 10, 1 << 18) if setting.quick else (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # numbers
-    rows: list[Row] = []
     for ranks in setting.track(counts):
         found = on_ranks(ranks, measured, ranks, sizes, 3 if setting.quick else 15)
         for way, size in product(WAYS, sizes):
             seconds = [result[way, size][0] for result in found]  # of each rank, a list of repeats
-            rows.append(
-                {
-                    "way": way,
-                    "ranks": ranks,
-                    "size_bytes": 4 * size,
-                    "time_us": 1e6 * statistics.median(max(each) for each in zip(*seconds, strict=True)),
-                    "most_sent_bytes": max(result[way, size][1] for result in found),
-                    "formula_bytes": formula(way, 4 * size, ranks),
-                }
-            )
-    return rows
+            yield {
+                "way": way,
+                "ranks": ranks,
+                "size_bytes": 4 * size,
+                "time_us": 1e6 * statistics.median(max(each) for each in zip(*seconds, strict=True)),
+                "most_sent_bytes": max(result[way, size][1] for result in found),
+                "formula_bytes": formula(way, 4 * size, ranks),
+            }
 
 
 def formula(way: str, size: int, ranks: int) -> float:
@@ -122,8 +118,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="ring_all_reduce",
+LAB = Claim(
     title_en="Ring all-reduce",
     title_zh="环形 all-reduce",
     claim_en="A ring all-reduce is faster than a tree, because no rank sends more than twice the data.",
@@ -133,7 +128,4 @@ LAB = Lab(
     measures="Time of the slowest rank, median of repeats in turn; bytes of the messages of the busiest rank, and the "
     "formula.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

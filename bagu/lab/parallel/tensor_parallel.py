@@ -18,7 +18,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel
 from bagu.nn import ModelConfig, Transformer, init_weights
@@ -29,29 +29,25 @@ from bagu.parallel.tensor import sum_replicated, tensor_parallel
 RANKS = 4
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     widths = (64, 128) if setting.quick else (64, 128, 256)
     tokens = (64, 512) if setting.quick else (64, 128, 256, 512, 1024)
-    rows: list[Row] = []
     with simulated_ranks(RANKS):
         for width, count in setting.track(list(product(widths, tokens))):
             config = layers(width, count)
             one, two = (tensor_bytes(replace(config, num_layers=n), count) for n in (1, 2))
             less, more = (data_bytes(replace(config, num_layers=n)) for n in (1, 2))
             parameters = sum(p.numel() for p in Transformer(config, device="meta").blocks[0].parameters())
-            rows.append(
-                {
-                    "width": width,
-                    "tokens": count,
-                    "ranks": RANKS,
-                    "layer_parameters": parameters,
-                    "tensor_bytes": two - one,
-                    "data_bytes": more - less,
-                    "tensor_formula_bytes": 4 * 8 * count * width * (RANKS - 1) // RANKS,
-                    "equal_at_tokens": parameters / (4 * width),
-                }
-            )
-    return rows
+            yield {
+                "width": width,
+                "tokens": count,
+                "ranks": RANKS,
+                "layer_parameters": parameters,
+                "tensor_bytes": two - one,
+                "data_bytes": more - less,
+                "tensor_formula_bytes": 4 * 8 * count * width * (RANKS - 1) // RANKS,
+                "equal_at_tokens": parameters / (4 * width),
+            }
 
 
 def layers(width: int, tokens: int) -> ModelConfig:
@@ -114,8 +110,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [Panel(marks, "", "tokens of the global batch", "bytes sent by a rank, per layer", "log", "log")]
 
 
-LAB = Lab(
-    name="tensor_parallel",
+LAB = Claim(
     title_en="Tensor or data parallelism",
     title_zh="张量并行与数据并行",
     claim_en="Tensor parallelism sends more bytes than data parallelism.",
@@ -123,7 +118,4 @@ LAB = Lab(
     regime="One layer of a Llama in fp32 on 4 simulated ranks; one step of a global batch.",
     varies="tokens of the global batch, width of the model",
     measures="bytes that one rank sends per layer, counted at every collective, and the formula",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

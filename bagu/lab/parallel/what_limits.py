@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.parts.planned import best_plan, rows_by_size
 from bagu.lab.plot import Panel, Stack
 
@@ -74,8 +74,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="what_limits",
+LAB = Claim(
     title_en="What limits a training step",
     title_zh="训练一步受什么限制",
     claim_en="On many GPUs, communication and idle time take more of a step than computation.",
@@ -85,7 +84,4 @@ LAB = Lab(
     varies="Number of GPUs (8 to 16,384) and the model (8B, 70B, 405B).",
     measures="The predicted share of computation, memory (recomputation, optimizer), links (communication that is not "
     "hidden) and idle time (bubble, host).",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

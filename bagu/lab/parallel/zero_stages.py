@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bagu.data.random_batches import random_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import INK, Bars, Line, Mark, Panel, Rule
 from bagu.nn import ModelConfig, Transformer, init_weights
@@ -149,8 +149,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="zero_stages",
+LAB = Claim(
     title_en="ZeRO: memory and bytes",
     title_zh="ZeRO：显存与通信量",
     claim_en="ZeRO stage 3 sends 1.5 times the bytes of data parallelism.",
@@ -159,7 +158,4 @@ LAB = Lab(
     varies="Stage (0 is data parallel), dtype of the parameters, share of the vocabulary, micro-batches of a rank.",
     measures="Bytes of all collectives of one step on one rank; bytes of the states that it holds between steps; the "
     "formula of each.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -29,7 +29,7 @@ from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceEncoder
 from bagu.data.stdlib import documented_functions
 from bagu.eval.intervals import Comparison, compare, estimate
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, read_library, sized, train
 from bagu.lab.plot import Bars, Mark, Panel, Rule
 from bagu.nn import Transformer
@@ -246,8 +246,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="dpo_reward_model",
+LAB = Claim(
     title_en="DPO and the reward model",
     title_zh="DPO 与奖励模型",
     claim_en="DPO's implicit reward ranks answers as a reward model trained on the same pairs does.",
@@ -260,7 +259,4 @@ LAB = Lab(
     measures="Share of held-out pairs ranked right, and ranked the same by two reward models and by DPO and a reward "
     "model; the difference of the last two with a 95 % interval, by the bootstrap over files.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

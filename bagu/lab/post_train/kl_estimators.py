@@ -21,7 +21,7 @@ from typing import get_args
 import torch
 
 from bagu.data import DataConfig, evaluation_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.parts.library_models import CONTEXT, STEP_TOKENS, VOCAB, Library, new_model, read_library, sized, train
 from bagu.lab.plot import Line, Panel, Rule
 from bagu.nn import Transformer
@@ -208,8 +208,7 @@ def over_kl(key: str, row: Row) -> float:
     return number(row, key) / number(row, "kl_nats")
 
 
-LAB = Lab(
-    name="kl_estimators",
+LAB = Claim(
     title_en="KL estimators",
     title_zh="KL 估计量",
     claim_en="k3 estimates the KL divergence without bias and with a smaller variance than k1.",
@@ -222,7 +221,4 @@ LAB = Lab(
     measures="Bias and standard deviation of one sampled token, exactly, by sums over the vocabulary in fp64; median "
     f"and 95 % range of the mean over a batch of {POSITIONS:,} tokens in {BATCHES} draws.",
     evidence="model",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, numbers_in, where
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.letters import policy, rollouts
 from bagu.lab.plot import Line, Panel
@@ -144,8 +144,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="ppo_grpo",
+LAB = Claim(
     title_en="PPO and GRPO",
     title_zh="PPO 与 GRPO",
     claim_en="A critic pays: PPO needs fewer answers than GRPO's mean of a group.",
@@ -157,7 +156,4 @@ LAB = Lab(
     measures="The share of the right letter in the answers of each rollout; its mean over the run, paired by "
     "seed, with a 95 % interval.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

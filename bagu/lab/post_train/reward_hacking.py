@@ -19,7 +19,7 @@ from itertools import product
 
 from bagu.eval.diversity import diversity
 from bagu.eval.function_checks import CHECKS, checks_passed
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, numbers_in, where
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.small_functions import ANSWER_TOKENS, STEP_TOKENS, Writer, new_writer
 from bagu.lab.plot import Line, Mark, Panel
@@ -184,8 +184,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="reward_hacking",
+LAB = Claim(
     title_en="Reward hacking",
     title_zh="奖励作弊",
     claim_en="A policy trained on a loose reward wins the reward and loses what it stands for.",
@@ -198,7 +197,4 @@ LAB = Lab(
     f"length, of {EACH * 8} answers before and after, and of each rollout; changes with 95 % intervals over "
     f"{len(SEEDS)} seeds.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

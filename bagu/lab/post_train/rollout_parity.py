@@ -17,7 +17,7 @@ import torch
 
 from bagu import ops
 from bagu.data.sequences import Tokens, pack
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number
 from bagu.lab.parts.library_models import KV_MEMORY, STEP_TOKENS, VOCAB, Library, new_model, read_library, sized, train
 from bagu.lab.plot import Bars, Line, Note, Panel, Rule
 from bagu.machine.fast_dtype import compute_dtype
@@ -149,8 +149,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="rollout_parity",
+LAB = Claim(
     title_en="Rollout parity",
     title_zh="采样与训练的概率一致性",
     claim_en="Trainer and engine give a sampled token the same probability, so the first update clips nothing.",
@@ -161,7 +160,4 @@ LAB = Lab(
     varies="The arithmetic: invariant, fast, bf16 where it is fast, int8 weights in the engine (CPU).",
     measures="The difference of both logprobs for every sampled token; the share of ratios outside 1 ± ε.",
     evidence="model",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

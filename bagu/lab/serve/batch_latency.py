@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number, where
 from bagu.lab.parts.engine_load import MODEL, PROMPT, Served, serve
 from bagu.lab.plot import INK, Line, Note, Panel
 from bagu.nn import Transformer, init_weights
@@ -118,8 +118,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="batch_latency",
+LAB = Claim(
     title_en="Batch and latency",
     title_zh="批与延迟",
     claim_en="A larger batch is nearly free: doubling it doubles the tokens per second. And L = λW at every load.",
@@ -131,7 +130,4 @@ LAB = Lab(
     measures="Output tokens per second, time per output token; the number of requests in the engine (L), requests per "
     f"second (λ), mean latency (W). The fastest of {ROUNDS} runs. Nearly free: ×{FREE} or more for a doubling.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

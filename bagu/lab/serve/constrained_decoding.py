@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from bagu.bench.constrained import PEOPLE
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, names_in, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number
 from bagu.lab.parts.library_models import STEP_TOKENS, VOCAB, Library, new_model, read_library, sized, train
 from bagu.lab.plot import Bars, Line, Panel
 from bagu.nn import Transformer
@@ -222,8 +222,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="constrained_decoding",
+LAB = Claim(
     title_en="Constrained decoding",
     title_zh="约束解码",
     claim_en="A grammar's mask gives the model's own distribution over the valid outputs.",
@@ -236,7 +235,4 @@ LAB = Lab(
     "greedy decoding finds the most probable valid text, all by enumeration; the time to compile a grammar and to "
     "compute a mask.",
     evidence="model",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number
 from bagu.lab.parts.engine_load import MODEL
 from bagu.lab.plot import Bars, Panel
 from bagu.nn import Transformer, init_weights
@@ -62,20 +62,18 @@ def jobs(spread: str, n: int, seed: int, per_s: float | None) -> list[Job]:
     return [Job(tuple(p), int(a), float(t)) for p, a, t in zip(prompts, lengths, arrivals, strict=True)]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     n, seeds, rounds = (24, (0,), 1) if setting.quick else (96, (0, 1, 2), ROUNDS)
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     serve(model, jobs("equal", SLOTS, 0, None), CONTINUOUS)  # warmup
-    rows: list[Row] = []
     for spread, seed in setting.track(list(product(SPREADS, seeds))):
         full = quietest(model, jobs(spread, n, seed, None), rounds)
         per_s = LOAD * n / number(full[CONTINUOUS], "total_s")
         arriving = quietest(model, jobs(spread, n, seed, per_s), rounds)
         for way in WAYS:
             row: Row = {"spread": spread, "seed": seed, "way": way, "requests": n}
-            rows.append(row | {"load": "all at once", "arrivals_per_s": None} | full[way])
-            rows.append(row | {"load": "poisson", "arrivals_per_s": per_s} | arriving[way])
-    return rows
+            yield row | {"load": "all at once", "arrivals_per_s": None} | full[way]
+            yield row | {"load": "poisson", "arrivals_per_s": per_s} | arriving[way]
 
 
 def quietest(model: Transformer, work: Sequence[Job], rounds: int) -> dict[str, Row]:
@@ -189,8 +187,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="continuous_batching",
+LAB = Claim(
     title_en="Continuous batching",
     title_zh="连续批处理",
     claim_en="Continuous batching has a higher throughput than static batching, and a shorter tail latency.",
@@ -203,7 +200,4 @@ LAB = Lab(
     measures="Output tokens per second with all requests at once; latency from arrival to last token, p50 and p99 "
     f"over requests; medians over seeds. Met if the throughput is at least ×{FASTER} that of static without padding.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

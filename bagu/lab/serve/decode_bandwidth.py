@@ -11,13 +11,13 @@ or products the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.parts.decoding import decode_step_s
 from bagu.lab.plot import INK, Line, Panel
 from bagu.machine.ceilings import measure_ceilings
@@ -37,7 +37,7 @@ POSSIBLE = 1.1  # times the roofline: a step that is faster did not read its byt
 ENOUGH = 0.5  # a step at this fraction of the roofline counts as bound by it
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     on_gpu = setting.device != "cpu"
     batches, contexts = ((1, 4), (16, 64)) if setting.quick else ((1, 4, 16), (64, 512, 2048))
     if on_gpu and not setting.quick:
@@ -46,23 +46,19 @@ def run(setting: Setting) -> list[Row]:
     config = TINY if setting.quick else LARGE if on_gpu else SMALL
     ceilings = measure_ceilings(setting.device, dtype=dtype, quick=True)
     model = init_weights(Transformer(config, device=setting.device, dtype=dtype), 0).eval()
-    rows: list[Row] = []
     for batch, context in setting.track(list(product(batches, contexts))):
         step_s = decode_step_s(model, batch=batch, context=context, steps=3 if setting.quick else 16)
-        rows.append(
-            {
-                "device": setting.device,
-                "batch_sequences": batch,
-                "context_tokens": context,
-                "step_ms": step_s * 1e3,
-                "tokens_per_s": batch / step_s,
-                "read_bytes": read_bytes(config, batch, context, dtype.itemsize),
-                "flops": flops(config, batch, context),
-                "read_ceiling_bytes_per_s": ceilings.read,
-                "matmul_ceiling_flop_per_s": ceilings.matmul,
-            }
-        )
-    return rows
+        yield {
+            "device": setting.device,
+            "batch_sequences": batch,
+            "context_tokens": context,
+            "step_ms": step_s * 1e3,
+            "tokens_per_s": batch / step_s,
+            "read_bytes": read_bytes(config, batch, context, dtype.itemsize),
+            "flops": flops(config, batch, context),
+            "read_ceiling_bytes_per_s": ceilings.read,
+            "matmul_ceiling_flop_per_s": ceilings.matmul,
+        }
 
 
 def weights(config: ModelConfig) -> int:
@@ -142,8 +138,7 @@ def intensity(row: Row) -> float:
     return number(row, "flops") / number(row, "read_bytes")
 
 
-LAB = Lab(
-    name="decode_bandwidth",
+LAB = Claim(
     title_en="Decode is bandwidth",
     title_zh="解码就是带宽",
     claim_en="The time of a decode step is the time to read the weights and the KV cache, whatever the batch and the "
@@ -155,7 +150,4 @@ LAB = Lab(
     measures="Median time of a step; bytes and FLOPs by formula; read bandwidth and matmul rate measured in the same "
     f"run. A step is bound by reading if that takes longer than its products and at least {ENOUGH:.0%} of its time.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

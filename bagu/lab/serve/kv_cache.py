@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel, Rule
 from bagu.nn import Transformer, init_weights
@@ -31,11 +31,10 @@ ROUNDS = 3  # interleaved; the best is used, because other load on the machine c
 FLAT = 0.25  # a time within this fraction of the one at the shortest context counts as independent of the length
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     lengths = (64, 256, 512) if setting.quick else (32, 128, 512, 1024, 2048, 4096)
     steps, rounds = (8, 1) if setting.quick else (24, ROUNDS)
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
-    rows: list[Row] = []
     for length in setting.track(lengths):
         ids = torch.randint(MODEL.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
         cached, last, all_rows = [], [], []
@@ -43,16 +42,13 @@ def run(setting: Setting) -> list[Row]:
             cached.append(decode_s(model, ids, steps))
             last.append(forward_s(model, ids, every=False))
             all_rows.append(forward_s(model, ids, every=True))
-        rows.append(
-            {
-                "length_tokens": length,
-                "no_cache_ms": min(last) * 1e3,
-                "cache_ms": min(cached) * 1e3,
-                "training_ms_per_token": min(all_rows) * 1e3 / length,
-                "cache_bytes": length * block_bytes(MODEL, 1, model.embedding.weight.dtype),
-            }
-        )
-    return rows
+        yield {
+            "length_tokens": length,
+            "no_cache_ms": min(last) * 1e3,
+            "cache_ms": min(cached) * 1e3,
+            "training_ms_per_token": min(all_rows) * 1e3 / length,
+            "cache_bytes": length * block_bytes(MODEL, 1, model.embedding.weight.dtype),
+        }
 
 
 def decode_s(model: Transformer, ids: torch.Tensor, steps: int) -> float:
@@ -136,8 +132,7 @@ def over_cache(key: str, row: Row) -> float:
     return number(row, key) / number(row, "cache_ms")
 
 
-LAB = Lab(
-    name="kv_cache",
+LAB = Claim(
     title_en="KV cache",
     title_zh="KV 缓存",
     claim_en="With a KV cache the time of a new token does not depend on the length; training does not use one because "
@@ -150,7 +145,4 @@ LAB = Lab(
     measures="Best of three medians. The time counts as independent of the length if a cached step is within "
     f"{FLAT:.0%} of the one at the shortest length.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

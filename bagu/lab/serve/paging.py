@@ -10,14 +10,14 @@ Both directions have a cost: large pages are partly empty, small ones make table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
 import torch
 
 from bagu import ops
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import INK, Line, Mark, Note, Panel, Rule
 from bagu.serve.kv.blocks import Blocks
@@ -57,18 +57,16 @@ def drawn(load: str, tokens: int) -> Lengths:
     return many[: int(np.searchsorted(totals, tokens)) + 1]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     pools = 2 if setting.quick else 12  # the tokens of a load, as a multiple of the pool
     pages = (PAGE, 256, LONGEST) if setting.quick else (1, 4, PAGE, 64, 256, 1024, LONGEST)
     gathers = {page: gather(page, setting.device) for page in pages}
     calls = {str(page): call for page, call in gathers.items()}
     times = best_times(calls, setting.device, seconds=0.05 if setting.quick else 0.5)
-    rows: list[Row] = []
     for load, page in setting.track(list(product(LOADS, pages))):
         lengths = drawn(load, pools * POOL)
         row: Row = {"load": load, "page_tokens": page, "requests": len(lengths), "pool_tokens": POOL}
-        rows.append(row | serve(lengths, page) | {"gather_us": times[str(page)] * 1e6})
-    return rows
+        yield row | serve(lengths, page) | {"gather_us": times[str(page)] * 1e6}
 
 
 def serve(lengths: Lengths, page: int) -> Row:
@@ -164,8 +162,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="paging",
+LAB = Claim(
     title_en="Paged KV memory",
     title_zh="分页 KV 显存",
     claim_en="Reserving memory for the longest sequence wastes 60 to 80 % of the KV memory; pages of 16 tokens waste "
@@ -178,7 +175,4 @@ LAB = Lab(
     measures="Fraction of the allocated token slots that hold no token, over the steps in which "
     "requests wait (claimed: 60 % or more reserved, below 4 % in pages); concurrent sequences; recomputed "
     "tokens; time of ops.paged_attention.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

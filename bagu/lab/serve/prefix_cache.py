@@ -13,12 +13,12 @@ processor's caches.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.plot import INK, Line, Panel, Rule
 from bagu.nn import Transformer, init_weights
 from bagu.nn.presets import preset
@@ -51,16 +51,14 @@ def prefill(engine: Engine, work: Sequence[tuple[int, ...]], name: str) -> float
     return time.perf_counter() - began
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     config = replace(MODEL, num_layers=2) if setting.quick else MODEL
     model = init_weights(Transformer(config, device=setting.device), 0).eval()
-    rows: list[Row] = []
     for shared in setting.track(SHARED[::2] if setting.quick else SHARED):
         pairs = 2 if setting.quick else 30 if shared else PAIRS
         warmup, blocks = (1, 512) if setting.quick else (3, BLOCKS)
         found = measure(model, shared, pairs, warmup=warmup, blocks=blocks)
-        rows += [{"shared_tokens": shared, **row} for row in found]
-    return rows
+        yield from [{"shared_tokens": shared, **row} for row in found]
 
 
 def measure(model: Transformer, shared: int, pairs: int, *, warmup: int, blocks: int) -> list[Row]:
@@ -137,8 +135,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="prefix_cache",
+LAB = Claim(
     title_en="Prefix cache",
     title_zh="前缀缓存",
     claim_en="A prefix cache costs nothing if nothing is shared, and saves the shared part.",
@@ -149,7 +146,4 @@ LAB = Lab(
     measures="Time to the first tokens of two prompts, with over without the cache, alternating; median over pairs. "
     f"Met if it is at most {FREE:.2f} with nothing shared, and prompts/s at least ×{GAIN} with half of each shared.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -13,12 +13,12 @@ latency grows because it shares the steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number, numbers_in, where
 from bagu.lab.parts.engine_load import MODEL, PROMPT, Served, serve
 from bagu.lab.plot import INK, Line, Panel, Rule
 from bagu.nn import Transformer, init_weights
@@ -35,18 +35,16 @@ def answers(n: int, seed: int) -> list[int]:
     return [int(a) for a in np.minimum(np.random.default_rng(seed).geometric(1 / ANSWER, n), 8 * ANSWER)]
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     model = init_weights(Transformer(MODEL, device=setting.device), 0).eval()
     loads, seeds, n = ((0.3, 0.8), 1, 50) if setting.quick else (LOADS, SEEDS, 250)
     serve(model, [4] * 16, slots=16)  # warmup
-    rows: list[Row] = []
     for slots, seed in setting.track(list(product(SLOTS, range(seeds)))):
         full = serve(model, answers(n, seed), slots=slots, seed=seed).rate  # a closed loop: every slot is always busy
         for load in loads:
             gaps = np.random.default_rng([seed, 7]).exponential(1 / (load * full), n)
             found = serve(model, answers(n, seed), slots=slots, arrivals=list(np.cumsum(gaps)), seed=seed)
-            rows.append({"slots": slots, "seed": seed, "load": load, "capacity_per_s": full, **facts(found, slots)})
-    return rows
+            yield {"slots": slots, "seed": seed, "load": load, "capacity_per_s": full, **facts(found, slots)}
 
 
 def facts(found: Served, slots: int) -> Row:
@@ -141,8 +139,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="queueing",
+LAB = Claim(
     title_en="Queueing",
     title_zh="排队",
     claim_en="Latency is flat at low load and bends upwards like 1 / (1 - load), as queueing theory says.",
@@ -155,7 +152,4 @@ LAB = Lab(
     "mean wait against the M/G/1 formula with the measured service times. A latency target of twice the p99 at low "
     "load costs the capacity above the load where it is passed.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

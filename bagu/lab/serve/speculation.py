@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
 from bagu.bench.known_text import counts_upwards, known_workload
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.nn import Transformer, init_weights
 from bagu.nn.presets import preset
@@ -57,11 +57,10 @@ class Knows:
         pass
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     model = counts_upwards(init_weights(Transformer(MODEL, device=setting.device), 0)).eval()
     rates, batches, counts = ((LIKELY,), (1, 2), DRAFTS[:1]) if setting.quick else (RATES, BATCHES, DRAFTS)
     new, rounds = (8, 1) if setting.quick else (NEW, ROUNDS)
-    rows: list[Row] = []
     for batch, drafts in setting.track(list(product(batches, counts))):
         plain = engine(model, batch, None)
         decode(plain, batch, new, "warmup")
@@ -74,14 +73,13 @@ def run(setting: Setting) -> list[Row]:
                 (decode(plain, batch, new, f"{rate}-{i}"), decode(drafted, batch, new, f"{i}")) for i in range(rounds)
             ]
             stats = drafted.stats()
-            rows.append({
+            yield {
                 "batch": batch, "drafts": drafts, "rate": rate,
                 "accepted_share": stats.accepted_tokens / stats.draft_tokens,
                 "tokens_per_verification": 1 + stats.accepted_tokens / stats.drafts,
                 "plain_tokens_per_s": batch * new / float(np.median([a for a, _ in pairs])),
                 "speedup": float(np.median([a / b for a, b in pairs])),
-            })  # fmt: skip
-    return rows
+            }  # fmt: skip
 
 
 def engine(model: Transformer, batch: int, drafts: int | None) -> Engine:
@@ -154,8 +152,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="speculation",
+LAB = Claim(
     title_en="Speculative decoding",
     title_zh="推测解码",
     claim_en="Speculative decoding is faster than plain decoding, also in a batch.",
@@ -166,7 +163,4 @@ LAB = Lab(
     measures="Tokens per second with drafts over without, in turn; the median of pairs. Held if, with "
     f"{LIKELY:g} of the guesses right, some number of drafts is faster at every batch.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -10,13 +10,13 @@ of one batch with all documents is the truth, in fp64. (The fault was in transfo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
 import torch
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel
 from bagu.nn import Transformer, init_weights
@@ -31,12 +31,11 @@ LONGEST = 48  # tokens of an answer
 DOCUMENTS = 16
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     size = 32 if setting.quick else 128
     config = tiny(VOCAB, size, heads=size // 16, ffn=3 * size, max_len=PROMPT + LONGEST)
     spreads = (1, 16) if setting.quick else (1, 2, 4, 16, 48)  # longest answer over shortest
     counts = (2, 8) if setting.quick else (2, 4, 8, 16)
-    rows: list[Row] = []
     for spread, count in setting.track(list(product(spreads, counts))):
         model = init_weights(Transformer(config, dtype=torch.float64), seed=0)
         answers = lengths(spread)
@@ -45,17 +44,14 @@ def run(setting: Setting) -> list[Row]:
         targets = [batch.num_targets for batch in batches]
         for way in WAYS:
             loss, found = gradient(model, batches, way)
-            rows.append(
-                {
-                    "normalisation": way,
-                    "spread": spread,
-                    "micro_batches": count,
-                    "targets_largest_over_smallest": max(targets) / min(targets),
-                    "gradient_error": float((found - truth[1]).norm() / truth[1].norm()),
-                    "loss_error_nats": abs(loss - truth[0]),
-                }
-            )
-    return rows
+            yield {
+                "normalisation": way,
+                "spread": spread,
+                "micro_batches": count,
+                "targets_largest_over_smallest": max(targets) / min(targets),
+                "gradient_error": float((found - truth[1]).norm() / truth[1].norm()),
+                "loss_error_nats": abs(loss - truth[0]),
+            }
 
 
 def lengths(spread: int) -> list[int]:
@@ -131,8 +127,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [Panel(marks, "", "longest answer over shortest", "relative error of the gradient", "log", "log")]
 
 
-LAB = Lab(
-    name="gradient_accumulation",
+LAB = Claim(
     title_en="Gradient accumulation",
     title_zh="梯度累积",
     claim_en="Accumulating gradients over micro-batches gives the gradient of one large batch.",
@@ -141,7 +136,4 @@ LAB = Lab(
     varies="What a loss is divided by (targets of its micro-batch, of the step), spread of the answers' lengths, "
     "number of micro-batches.",
     measures="Relative error of the gradient, and error of the loss, against one batch with all documents.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from bagu.data.random_batches import random_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.plot import Line, Panel
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.nn.presets import preset
@@ -143,8 +143,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [Panel(marks, "", "measured, MB", "formula, MB", "log", "log", (low, None), (low, None))]
 
 
-LAB = Lab(
-    name="memory_by_formula",
+LAB = Claim(
     title_en="Memory by formula",
     title_zh="用公式算显存",
     claim_en="The memory of a training step follows from a formula to within 15 %.",
@@ -154,7 +153,4 @@ LAB = Lab(
     varies="Model (Llama, GPT, QK norm with ReLU²) and the number of sequences in a micro-batch.",
     measures="Peak bytes of a real step (GPU), or states and tensors saved by autograd in a real forward (CPU), beside "
     "the planner's formula and the textbook's.",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

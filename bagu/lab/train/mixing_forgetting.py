@@ -32,7 +32,7 @@ from bagu.data import (
     tokenize,
 )
 from bagu.data.stdlib import functions, parsed
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import INK, Line, Mark, Note, Panel, Rule
@@ -225,8 +225,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="mixing_forgetting",
+LAB = Claim(
     title_en="Mixing and forgetting",
     title_zh="数据混合与遗忘",
     claim_en="5 to 10 % of old data is enough to stop forgetting in continued pretraining.",
@@ -239,7 +238,4 @@ LAB = Lab(
     measures=f"Loss on held-out code and held-out docstrings, before and after; at most {STOPPED:g} % of the rise "
     "without old text counts as stopped.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

@@ -36,7 +36,7 @@ from bagu.data import (
 from bagu.data.order import shuffled
 from bagu.data.pack import Packing
 from bagu.data.stdlib import functions, parsed
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, column, number
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.parts.confidence import interval
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.parts.tiny import tiny
@@ -266,8 +266,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return panels
 
 
-LAB = Lab(
-    name="packing",
+LAB = Claim(
     title_en="Packing and padding",
     title_zh="打包与填充",
     claim_en="Packing is free: the same loss, more tokens per second.",
@@ -279,7 +278,4 @@ LAB = Lab(
     measures="Padding, time of an optimizer step, useful tokens per second; loss on held-out functions after one "
     "epoch, each function alone or after unrelated ones in one row.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

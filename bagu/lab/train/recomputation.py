@@ -20,7 +20,7 @@ from typing import get_args
 import torch
 
 from bagu.data.random_batches import random_batches
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.parts.live_memory import LiveMemory
 from bagu.lab.parts.tiny import tiny
@@ -45,14 +45,12 @@ LARGE = replace(
 )  # fmt: skip
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     device, on_gpu = torch.device(setting.device), setting.device != "cpu"
     config = SMALL if setting.quick else LARGE if on_gpu else MEDIUM
     documents = 4 if on_gpu and not setting.quick else 2
-    rows: list[Row] = []
     for layers in setting.track((2, 4) if setting.quick else (2, 4, 8)):
-        rows += measured(replace(config, num_layers=layers), documents, device, setting.quick)
-    return rows
+        yield from measured(replace(config, num_layers=layers), documents, device, setting.quick)
 
 
 def measured(config: ModelConfig, documents: int, device: torch.device, quick: bool) -> list[Row]:
@@ -146,8 +144,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="recomputation",
+LAB = Claim(
     title_en="Recomputation",
     title_zh="激活重算",
     claim_en="Recomputing every block saves memory, and makes a training step a third longer.",
@@ -158,7 +155,4 @@ LAB = Lab(
     measures="Peak memory of a step besides weights, gradients and optimizer state (on a CPU that of tensors between "
     "ops); time of a step, best of three interleaved medians.",
     evidence="timing",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

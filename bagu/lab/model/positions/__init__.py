@@ -13,7 +13,7 @@ from itertools import product
 from statistics import fmean
 from typing import Literal, get_args
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, names_in, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.model.positions import lengths, shift
 from bagu.lab.model.positions.lengths import ABSOLUTE, AS_TRAINED, RELATIVE
 from bagu.lab.parts.confidence import interval
@@ -210,8 +210,7 @@ def plot_readings(rows: Sequence[Row]) -> Panel:
     return Panel(marks, "By reading", "loss past the training length, %", ynames=names)
 
 
-LAB = Lab(
-    name="positions",
+LAB = Claim(
     title_en="Position encodings",
     title_zh="位置编码",
     claim_en="Relative encodings depend on distances only, so they extrapolate past the training length; absolute ones "
@@ -228,7 +227,4 @@ LAB = Lab(
     "trained at 2,048 (Press et al. 2021, arXiv:2108.12409).",
     published_zh="1.3B 的 ALiBi 模型以 1,024 token 训练，在 2,048 时的困惑度与以 2,048 训练的正弦编码模型相同"
     "（Press 等，2021，arXiv:2108.12409）。",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

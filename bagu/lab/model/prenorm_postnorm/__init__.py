@@ -16,11 +16,11 @@ the rest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, numbers_in, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.model.prenorm_postnorm.measure import (
     CONTEXT,
     LEARNED,
@@ -44,27 +44,23 @@ VARIANTS = (
 RATED = tuple(v for v in VARIANTS if v.placement != "sandwich")
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     quick = setting.quick
     data = batches((0,) if quick else (0, 1, 2))
     depths, layers, steps, halvings = ((4, 8), 2, 4, 1) if quick else ((8, 16, 32, 64, 128), 8, 50, 4)
     gradients = [("gradient", v, depth, 0) for v, depth in product(VARIANTS, depths)]
     rates = [("rate", v, warmup, seed) for v, warmup, seed in product(RATED, (0, 2 * steps // 5), data)]
-    rows: list[Row] = []
     size = sum(p.numel() for p in build(VARIANTS[0], layers, 0).parameters())
     for part, variant, value, seed in setting.track([*gradients, *rates]):
         if part == "gradient":
-            rows += gradient_rows(variant, value, data)
+            yield from gradient_rows(variant, value, data)
         else:
             found = largest_stable(variant, layers, data[seed], seed, warmup=value, steps=steps, halvings=halvings)
-            rows.append(
-                {
-                    "measured": "learning rate", "placement": variant.placement, "init": variant.init,
-                    "depth_layers": layers, "steps": steps, "warmup_steps": value, "seed": seed,
-                    "largest_stable_lr": found, "parameters": size,
-                }
-            )  # fmt: skip
-    return rows
+            yield {
+                "measured": "learning rate", "placement": variant.placement, "init": variant.init,
+                "depth_layers": layers, "steps": steps, "warmup_steps": value, "seed": seed,
+                "largest_stable_lr": found, "parameters": size,
+            }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +173,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     ]
 
 
-LAB = Lab(
-    name="prenorm_postnorm",
+LAB = Claim(
     title_en="Pre-norm and post-norm",
     title_zh="Pre-norm 与 post-norm",
     claim_en="Post-norm needs learning-rate warmup and pre-norm does not, because post-norm's gradients near the "
@@ -197,7 +192,4 @@ LAB = Lab(
     "it (Xiong et al. 2020, arXiv:2002.04745).",
     published_zh="在 IWSLT14、WMT14 和 BERT 上，pre-norm 不预热也能训练，结果与预热的 post-norm 相当"
     "（Xiong 等，2020，arXiv:2002.04745）。",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )

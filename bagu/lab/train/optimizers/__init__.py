@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import cast, get_args
 
-from bagu.lab.core import Kind, Lab, Row, Setting, Verdict, number, where
+from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.plot import COLOURS, INK, Line, Note, Panel
 from bagu.lab.train.optimizers.descent import Descent, best_lr, first_order, newton, one_thread
 from bagu.lab.train.optimizers.problems import WINDOWS, NextLetter, Problem, Quadratic, Rosenbrock, corpus_letters
@@ -232,8 +232,7 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [*panels, Panel([line, *zeros], "State", "bytes, 5.9M parameters", xscale="log", ynames=empty)]
 
 
-LAB = Lab(
-    name="optimizers",
+LAB = Claim(
     title_en="Optimizers and Newton's method",
     title_zh="优化器与牛顿法",
     claim_en="Newton's method needs far fewer steps than SGD or Adam, so it should replace them.",
@@ -247,7 +246,4 @@ LAB = Lab(
     measures="Steps until the loss first reaches its target, median of three seeds (quick: one); median time of a "
     "step; bytes of state for a model of 5.9M parameters. Of Newton's method the better form counts.",
     evidence="training",
-    run=run,
-    verdict=verdict,
-    plot=plot,
 )
