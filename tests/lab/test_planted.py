@@ -54,6 +54,21 @@ mix, opt, que, ver = test_mixing_forgetting, test_optimizers_lab, test_queueing_
 hack, cont, norm = test_reward_hacking.ends, test_contamination_lab.contamination_row, test_normalization_lab.rank_row
 bytes_: Row = {"model": "m", "sequences": 1, "measured_bytes": 100, "textbook_bytes": 150}
 
+CELLS = [(name, normalized, ratio) for name in ("SGD", "Adam") for normalized in (False, True) for ratio in (1, 10)]
+
+
+def scaled(name: str, normalized: bool, ratio: int, steps: int) -> Row:
+    return {"optimizer": name, "normalized": normalized, "ratio": ratio, "steps": steps, "budget": 500}
+
+
+def staged(sent: int) -> Row:
+    return {"pipeline_bytes": sent, "pipeline_formula_bytes": 80, "data_bytes": 100}
+
+
+def momentum(schedule: str, difference: float) -> Row:
+    return {"schedule": schedule, "step": 9, "difference": difference, "classical_loss": 1.0, "torch_loss": 2.0}
+
+
 # for each lab, rows for which the claim holds, and rows for which it does not
 PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     "ab_noise": (
@@ -92,6 +107,10 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
         [test_dpo_reward_model.group_row("syntax", low=-3.0)],
         [test_dpo_reward_model.group_row("syntax", low=-20.0)],
     ),
+    "feature_scaling": (
+        [scaled(name, normalized, ratio, 10 if normalized or ratio == 1 else 90) for name, normalized, ratio in CELLS],
+        [scaled(name, normalized, ratio, 10) for name, normalized, ratio in CELLS],
+    ),
     "few_shot_noise": (
         [test_few_shot_noise.spread_row("a", 100, 3.0, 5.0)],
         [test_few_shot_noise.spread_row("a", 100, 6.0, 5.0)],
@@ -119,6 +138,14 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
         [ver.launch_row(1 << 20, host=20.0, kernel=3.0, call=21.0)],
         [ver.launch_row(1 << 24, host=20.0, kernel=15.0, call=35.0)],
     ),
+    "layernorm_jacobian": (
+        [
+            {"place": p, "layer": n, "gradient": g ** (n - 1)}
+            for p, g in (("post", 0.707), ("pre", 1.0))
+            for n in (1, 9)
+        ],
+        [{"place": p, "layer": n, "gradient": g ** (n - 1)} for p, g in (("post", 0.9), ("pre", 0.9)) for n in (1, 9)],
+    ),
     "layout_scaling": (
         test_planner_labs.scaling((8.0, 9.0), (4.0, 3.0)),
         test_planner_labs.scaling((8.0, 7.0), (4.0, 3.0)),
@@ -128,11 +155,16 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
         mix.rows({(100.0, 0): 1.0, (100.0, 5): 0.05, (100.0, 10): 0.02, (100.0, 100): -0.1}),
         mix.rows({(100.0, 0): 1.0, (100.0, 5): 0.5, (100.0, 10): 0.3, (100.0, 100): -0.1}),
     ),
+    "momentum_forms": ([momentum("constant", 1e-15)], [momentum("cosine", 0.1)]),
     "normalization": (
         [norm("raw", 0, 0), norm("tokens", 0.1, 0.3), norm("characters", 0.1, 0.3)],
         [norm("raw", 0, 0), norm("tokens", -0.3, -0.1), norm("characters", -0.3, -0.1)],
     ),
     "numpy_lists": (ver.sum_times(1000, loop=2, type_=2, layout=8), ver.sum_times(10, loop=4, type_=2, layout=3)),
+    "numpy_parallel": (
+        [{"call": "dot", "cores": 2, "busy_cores": 1.9}],
+        [{"call": "sort", "cores": 2, "busy_cores": 1.0}],
+    ),
     "occupancy": (
         ker.occupancy_rows({"a": RISING, "b": RISING}),
         ker.occupancy_rows({"a": RISING[::-1], "b": RISING[::-1]}),
@@ -150,6 +182,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
         test_pipeline_bubbles_lab.rows(0.25, 0.19, 0.1),
         test_pipeline_bubbles_lab.rows(0.5, 0.6, 0.1),
     ),
+    "pipeline_bytes": ([staged(0)], [staged(80)]),
     "positions": (
         test_lab_positions.made_up(test_lab_positions.ALL_GOOD),
         test_lab_positions.made_up(test_lab_positions.ALL_GOOD | {"RoPE": 9.0, "ALiBi": 9.0, "T5": 9.0}),
@@ -157,6 +190,10 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     "ppo_grpo": (test_ppo_grpo.rows_of("bandit", 0.8, 0.6, 0.01), test_ppo_grpo.rows_of("bandit", 0.4, 0.6, 0.01)),
     "prefix_cache": (ser.prefix_rows(1.005, 1.8), ser.prefix_rows(1.1, 0.9)),
     "prenorm_postnorm": (test_prenorm_postnorm.rows(), test_prenorm_postnorm.rows(gradient=0.6)),
+    "ps_compression": (
+        [{"sent": "weights", "sort": "values", "left": 0.2}, {"sent": "keys", "sort": "keys", "left": 0.9}],
+        [{"sent": "weights", "sort": "values", "left": 0.9}, {"sent": "keys", "sort": "keys", "left": 0.2}],
+    ),
     "quantization_error": (
         test_quantization_error.rows_of(int8=FALLING, int4=FALLING, fp8=FALLING),
         test_quantization_error.rows_of(int8=FLAT, int4=FLAT, fp8=FLAT),
@@ -173,6 +210,10 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     ),
     "ring_all_reduce": (par.ring_rows([1.0, 1.0], [2.0, 2.0]), par.ring_rows([3.0, 3.0], [2.0, 2.0])),
     "rollout_parity": ([test_rollout_parity.row_of("fp32", 1e-6)], [test_rollout_parity.row_of("fp32", 0.5)]),
+    "rope_where": (
+        [{"way": "q and k", "explained_share": 1.0}],
+        [{"way": "embedding", "explained_share": 0.25}],
+    ),
     "safe_softmax": ([ver.softmax_row("fp16", 1, 0)], [ver.softmax_row("fp16", 1, 9)]),
     "speculation": (
         [{"batch": 1, "drafts": 3, "rate": 0.8, "speedup": 2.0}],
