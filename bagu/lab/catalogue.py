@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu")
 FRAME = {HERE / f"{name}.py" for name in ("core", "plot", "rows")}  # shared by all labs: no part of one lab's code
 START = "\nLAB = Claim("
-FORMATS = {"len": len, "map": map, "str": str, "max": max, "min": min}  # what the texts of labs call
+CALLED = {f.__name__: f for f in (len, map, max, min, range, str, tuple, zip)}  # by constants and texts of labs
 
 
 @cache
@@ -67,15 +67,16 @@ def words(name: str, *, whole: bool = True) -> dict[str, Any]:
     found = {str(k.arg): k.value for k in statement.value.keywords}
     plain: dict[str, Any] = {key: node.value for key, node in found.items() if isinstance(node, ast.Constant)}
     if whole and len(plain) < len(found):
-        known = FORMATS | constants(sources()[name])
-        plain |= {key: _value(node, known) for key, node in found.items() if key not in plain}
+        known = constants(sources()[name])
+        for key in found.keys() - plain.keys():
+            plain[key] = eval(compile(ast.Expression(found[key]), str(sources()[name]), "eval"), known)
     return {"name": name, "evidence": "counting", "needs_gpu": False} | plain
 
 
 @cache
 def constants(file: Path) -> dict[str, Any]:
     """The constants at the top of a file that follow from literals; for a lab also those that it imports."""
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {"__builtins__": CALLED}
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom):
             module = _file(str(statement.module)) if file.is_relative_to(HERE) else None
@@ -87,15 +88,10 @@ def constants(file: Path) -> dict[str, Any]:
                 known |= {} if found is None else {alias.name: found}
         elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
             try:
-                code = ast.Module([statement], [])
-                exec(compile(code, str(file), "exec"), {"__builtins__": FORMATS}, known)
+                exec(compile(ast.Module([statement], []), str(file), "exec"), known)
             except Exception:  # needs what the file imports: not a constant
                 continue
     return known
-
-
-def _value(node: ast.expr, known: dict[str, Any]) -> Any:
-    return eval(compile(ast.Expression(node), "LAB", "eval"), {"__builtins__": {}}, known)
 
 
 def _file(module: str) -> Path | None:

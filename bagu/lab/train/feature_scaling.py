@@ -14,7 +14,7 @@ from bagu.lab.core import Claim, Row, Setting, Verdict, listed, number, numbers_
 from bagu.lab.plot import Line, Panel
 
 OPTIMIZERS = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
-RATES = tuple(10.0**e for e in range(-6, 1))
+RATES = tuple(10.0**e for e in range(-6, 3))
 TARGET = 1e-3  # of the first loss
 SLOWER = 2.0  # scaling matters if the largest ratio takes this many times the steps of ratio 1
 COUNT, SAMPLES = 8, 256
