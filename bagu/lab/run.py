@@ -87,10 +87,11 @@ def judged(lab: Lab, rows: Sequence[Row], *, quick: bool) -> Verdict:
     """The lab's verdict with the size it is of. Numbers that cannot decide leave it open: those of a quick run where
     training matters, and those of fewer than SEEDS seeds where trained models are compared."""
     seeds = len(numbers_in(rows, "seed")) or int(max(numbers_in(rows, "seeds"), default=1))
-    v = lab.verdict(rows).of_size(size_of(rows, seeds))
+    learned = lab.evidence in ("training", "model")
+    v = lab.verdict(rows).of_size(size_of(rows, seeds) if learned else "")
     if v.kind == "not decided":
         return v
-    if quick and lab.evidence in ("training", "model"):
+    if quick and learned:
         return v.undecided(
             f"a full run (bagu lab run {lab.name}): after so few steps the models have learned nothing.",
             f"完整运行（bagu lab run {lab.name}）：步数太少，模型还什么都没有学到。",

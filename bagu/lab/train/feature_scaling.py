@@ -41,7 +41,7 @@ def steps_to_target(name: str, x: torch.Tensor, y: torch.Tensor, budget: int) ->
 
 
 def run(setting: Setting) -> Iterator[Row]:
-    ratios, budget = ((1, 10), 200) if setting.quick else ((1, 3, 10, 30, 100), 5000)
+    ratios, budget = ((1, 10), 80) if setting.quick else ((1, 3, 10, 30, 100), 5000)
     draw = torch.Generator().manual_seed(0)
     clean = torch.randn(SAMPLES, COUNT, generator=draw, dtype=torch.float64)
     truth = torch.randn(COUNT, generator=draw, dtype=torch.float64)
