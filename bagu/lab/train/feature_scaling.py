@@ -25,7 +25,7 @@ def steps_to_target(name: str, x: torch.Tensor, y: torch.Tensor, budget: int) ->
     best: int | None = None
     for lr in RATES:
         w = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
-        optimizer = OPTIMIZERS[name]([w], lr=lr)  # type: ignore[operator]
+        optimizer = OPTIMIZERS[name]([w], lr=lr)
         first = float((y * y).mean())
         for step in range(1, (best or budget) + 1):
             optimizer.zero_grad()
