@@ -117,7 +117,7 @@ def test_halves_of_one_tensor_are_two_arguments() -> None:
 def test_a_backward_reads_what_a_hook_made_of_a_saved_tensor(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     """The kind of a backward follows from its forward's, unless a hook may lay out a saved tensor anew."""
     if not known:
-        monkeypatch.setattr("bagu.ops.node.saved_tensor_hooks", eager._unknown_hooks)
+        monkeypatch.setattr("bagu.ops.call.node.saved_tensor_hooks", eager._unknown_hooks)
     spec = SPECS["rms_norm"]
     module = spec.module("triton")
     plain, run = (Node(spec, "r", module.forward, module.backward, by) for by in (None, launcher()))
