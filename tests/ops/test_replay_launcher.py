@@ -23,8 +23,8 @@ from tests.ops.replaying import GPU, Interpreted, forward_of, plans
 def test_a_plan_allocates_the_scratch_memory_of_a_launch() -> None:
     given: list[Any] = []
     step = Step(Direct(lambda *args: given.append(args), (1,), (Scratch(384), None)), (7,))
-    plan = Plan(launcher=Interpreted(), device=-1, inputs=0, allocations=(), steps=(step, step), results=())
-    plan.run([], [])
+    plan = Plan(device=-1, inputs=0, allocations=(), steps=(step, step), results=())
+    plan.replay(Interpreted().empty, 0)
     for one, stream, scratch, none, seven in given:
         assert (one, stream, none, seven) == (1, 0, None, 7) and scratch.nbytes == 384
     assert given[0][2].data_ptr() != given[1][2].data_ptr()

@@ -63,8 +63,8 @@ class Link:
         """Store the values that the backward receives in the context of the forward, which returns so many results."""
         known = (*inputs, *results)
         ctx.mark_non_differentiable(*[results[i] for i in self.constant if i < returned])
-        ctx.save_for_backward(*[known[i] for i in self.saves])
-        ctx.scalars = [inputs[i] for i in self.scalars]
+        ctx.save_for_backward(*map(known.__getitem__, self.saves))
+        ctx.scalars = list(map(inputs.__getitem__, self.scalars))
 
     def needs(self, wanted: Sequence[bool]) -> tuple[bool, ...]:
         """For each gradient of the backward, whether an input needs it (`needs_input_grad`)."""

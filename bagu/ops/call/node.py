@@ -17,7 +17,7 @@ from bagu.ops.call.link import Backward, Forward, Link, received, selective
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.replay.launcher import Launcher
 from bagu.ops.replay.plan import Results
-from bagu.ops.replay.replay import Host, Repeated, Replayed, kind_of, remember
+from bagu.ops.replay.replay import Host, Repeated, Replayed, Route, kind_of, remember
 
 __all__ = ["Node", "backward_host", "forward_host", "paired"]
 
@@ -33,32 +33,46 @@ class Node:
         self, spec: OpSpec, backend: str, forward: Forward, backward: Backward | None, launcher: Launcher | None = None
     ) -> None:
         self.host, self.launcher, self.outputs = forward_host(spec, forward), launcher, len(spec.sig.outputs)
-        self.mutated = [spec.names.index(name) for name in spec.mutates]
+        self.first, self.mutated = spec.first, [spec.names.index(name) for name in spec.mutates]
         self.kinds: dict[tuple[Any, ...], Repeated] = {}
         self.backward = None if backward is None else _Backward(spec, backward, launcher)
         self.apply = None if self.backward is None else _function(spec, backend, self.backward)
 
     def __call__(self, *values: Any) -> Results:
         kind, pointers = kind_of(values) if self.launcher is not None else ([], [])
-        calls = self.kinds.get(key := tuple(kind)) or remember(self.kinds, key, self.repeated())
-        return self.run(calls, self.wanted(values), values, pointers)
+        calls = self.kinds.get(key := tuple(kind)) or remember(self.kinds, key, Repeated(self.host, self.launcher))
+        return self.apply(calls, pointers, *values) if self.apply and self.wanted(values) else calls(values, pointers)
 
-    def repeated(self) -> Repeated:
-        """A new `Repeated` for the forwards of a new kind of call."""
-        return Repeated(self.host, self.launcher)
-
-    def without_residuals(self) -> Repeated:
-        """The same for a kind that needs no gradient: a replay then allocates no tensors for the residuals."""
-        return Repeated(lambda values: self.host(values)[: self.outputs], self.launcher)
+    def route(self, values: Sequence[Any]) -> Route:
+        """The function that runs the calls of one kind, that of `values`; on a CPU of any kind."""
+        route: Route
+        if not values[self.first].is_cuda:
+            route = lambda values, pointers: self(*values)  # noqa: E731
+        elif self.wanted(values):  # depends only on the kind of a GPU call
+            apply, calls = self.apply, Repeated(self.host, self.launcher)
+            assert apply is not None
+            route = lambda values, pointers: apply(calls, pointers, *values)  # noqa: E731
+        else:  # a replay allocates no tensors for the residuals
+            route = Repeated(lambda values: self.host(values)[: self.outputs], self.launcher)
+        return route if not self.mutated else _counting_changes(route, self.mutated)
 
     def wanted(self, values: Sequence[Any]) -> bool:
         """Whether a gradient is needed."""
         asked = any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
         return self.backward is not None and asked and torch.is_grad_enabled()
 
-    def run(self, calls: Repeated, wanted: bool, values: Sequence[Any], pointers: Sequence[int]) -> Results:
-        """Run a call of a known kind."""
-        return self.apply(calls, pointers, *values) if wanted and self.apply else calls(values, pointers)
+
+def _counting_changes(run: Route, mutated: Sequence[int]) -> Route:
+    """Raise the version of the tensors that a kernel changes in place, as torch's own operations do: a backward that
+    saved one of them before then raises instead of computing with the new values."""
+
+    def route(values: Sequence[Any], pointers: Sequence[int]) -> Any:
+        results = run(values, pointers)
+        changed = [t for t in map(values.__getitem__, mutated) if t is not None and not t.is_inference()]
+        torch.autograd.graph.increment_version(changed)
+        return results
+
+    return route
 
 
 class _Backward(Replayed):

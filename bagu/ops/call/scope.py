@@ -22,7 +22,7 @@ import torch
 from bagu.errors import BackendError
 from bagu.ops.call.eager import constant, saved_tensor_hooks
 
-__all__ = ["Choice", "chosen", "current", "enter", "keep_for_recompute", "leave", "opened"]
+__all__ = ["Choice", "current", "enter", "keep_for_recompute", "leave", "opened"]
 
 
 class Choice(NamedTuple):
@@ -52,11 +52,6 @@ def current() -> Choice:
     if torch.compiler.is_compiling():
         _refuse_another_thread()
         return Choice(_backend, _invariant)
-    return chosen()
-
-
-def chosen() -> Choice:
-    """The choice that applies to the current eager call."""
     stack = _stack.get()
     return stack[-1].choice if stack else NOTHING
 

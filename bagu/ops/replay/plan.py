@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from bagu.ops.replay.launcher import Direct, Launcher, Scratch
+from bagu.ops.replay.launcher import Direct, Scratch
 
 __all__ = ["Allocation", "Made", "Operand", "Plan", "Pointer", "Product", "Results", "Step"]
 
@@ -57,7 +57,6 @@ class Made(NamedTuple):
 class Plan:
     """The allocations and launches of one kind of call, as a function of the addresses of its tensors."""
 
-    launcher: Launcher
     device: int
     inputs: int  # the number of input tensors
     allocations: tuple[Allocation | None, ...]  # None: a product makes it
@@ -69,22 +68,6 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "products", any(isinstance(step, Product) for step in self.steps))
         object.__setattr__(self, "replay", _function(self))
-
-    def run(self, values: Sequence[Any], pointers: Sequence[int]) -> Results:
-        """`values` are the arguments of the call, `pointers` the addresses of the tensors among them, in order."""
-        launcher = self.launcher
-        if launcher.current_device() != self.device:
-            with torch.cuda.device(self.device):  # allocations and launches use the current device
-                return self.run(values, pointers)
-        filled = torch._C._get_deterministic_algorithms()  # torch.empty fills memory in this mode
-        empty, stream = launcher.filled if filled else launcher.empty, launcher.stream(self.device)
-        if not self.products:
-            return self.replay(empty, stream, *pointers)
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        if torch._C._is_any_autocast_enabled():
-            with torch.autocast(tensors[0].device.type, enabled=False):  # as the host code
-                return self.replay(empty, stream, *pointers, *tensors)
-        return self.replay(empty, stream, *pointers, *tensors)
 
 
 def _shared(plan: Plan) -> tuple[dict[int, int], int]:

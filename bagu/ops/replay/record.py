@@ -84,7 +84,7 @@ class _Recorder(TorchDispatchMode):
             for i, t in enumerate(self.tensors[self.inputs :])
         )
         return Plan(
-            launcher=launcher, device=devices.pop(), inputs=self.inputs, allocations=allocations,
+            device=devices.pop(), inputs=self.inputs, allocations=allocations,
             steps=tuple(s for s in steps if s is not None), results=tuple(made),
         )  # fmt: skip
 

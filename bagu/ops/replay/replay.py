@@ -20,11 +20,13 @@ from bagu.ops.replay.launcher import Launcher
 from bagu.ops.replay.plan import Plan, Results
 from bagu.ops.replay.record import recorded
 
-__all__ = ["Host", "Repeated", "Replayed", "kind_of", "remember"]
+__all__ = ["Host", "Repeated", "Replayed", "Route", "kind_of", "remember"]
 
 KINDS = 4096  # the number of kinds of calls that are cached per op
 T = TypeVar("T")
 Host = Callable[[Sequence[Any]], Results]  # takes tensors, None and scalars
+# what runs the calls of one kind: (arguments in order, addresses of GPU tensors) -> outputs and residuals
+Route = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
 
 
 class Repeated:
@@ -37,15 +39,38 @@ class Repeated:
 
     def __call__(self, values: Sequence[Any], pointers: Sequence[int]) -> Results:
         """`pointers` are the addresses of the tensors in `values`, as `kind_of` returns them."""
-        if self.launcher is None or not self.launcher.ready():
+        launcher, plan = self.launcher, self.plan
+        if launcher is None or not launcher.ready():
             return self.host(values)
-        if self.plan is not None:
-            return self.plan.run(values, pointers)
+        if plan is None:
+            return self._first(values)
+        if launcher.current_device() != plan.device:
+            with torch.cuda.device(plan.device):  # allocations and launches use the current device
+                return self(values, pointers)
+        # torch.empty fills memory in deterministic mode
+        empty = launcher.filled if torch._C._get_deterministic_algorithms() else launcher.empty
+        stream = launcher.stream(plan.device)
+        if plan.products:
+            return _with_products(plan, empty, stream, values, pointers)
+        return plan.replay(empty, stream, *pointers)
+
+    def _first(self, values: Sequence[Any]) -> Results:
+        assert self.launcher is not None
         self._calls = calls = self._calls + 1
         if calls != 2:  # a single call does not pay for a recording; a kind that cannot be replayed is recorded once
             return self.host(values)
         results, self.plan = recorded(self.host, values, self.launcher)
         return results
+
+
+def _with_products(
+    plan: Plan, empty: Callable[..., Any], stream: int, values: Sequence[Any], pointers: Sequence[int]
+) -> Results:
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if torch._C._is_any_autocast_enabled():
+        with torch.autocast(tensors[0].device.type, enabled=False):  # as the host code
+            return plan.replay(empty, stream, *pointers, *tensors)
+    return plan.replay(empty, stream, *pointers, *tensors)
 
 
 class Replayed:
