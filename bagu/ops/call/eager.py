@@ -60,13 +60,15 @@ def force_eager() -> contextlib.AbstractContextManager[Any]:
 
 def traced(x: torch.Tensor) -> bool:
     """Whether a compiler, torch.func, forward-mode AD or a tensor subclass (DTensor, fake tensor) traces the call."""
-    return torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or transformed()
+    return torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter) or _differentiates()
 
 
 def transformed() -> bool:
     """Whether torch.func or forward-mode AD is active in eager code: both need ordinary PyTorch, not our node."""
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _differentiates()
+
+
+def _differentiates() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -133,7 +135,7 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 def plain(x: torch.Tensor) -> bool:
     """Whether a call on x is eager, on a CPU, and not traced."""
-    return x.device.type == "cpu" and not traced(x)
+    return x.is_cpu and not traced(x)
 
 
 def node(
@@ -158,10 +160,8 @@ def node(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Results:
             results = forward(*args)
-            known = dict(zip((*names, *residuals), (*args, *results[1:]), strict=True))
-            tensors = {n: v for n, v in known.items() if v is None or isinstance(v, torch.Tensor)}
-            ctx.save_for_backward(*tensors.values())
-            ctx.tensors, ctx.scalars = tuple(tensors), {n: v for n, v in known.items() if n not in tensors}
+            ctx.save_for_backward(*[v if isinstance(v, torch.Tensor) else None for v in args], *results[1:])
+            ctx.scalars = [None if isinstance(v, torch.Tensor) else v for v in args]
             ctx.mark_non_differentiable(*results[1:])
             ctx.set_materialize_grads(False)  # no zeros for residuals, which backward does not read
             return results
@@ -171,7 +171,8 @@ def node(
         def backward(ctx: Any, *douts: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             if douts[0] is None:
                 return (None,) * len(names)
-            known = ctx.scalars | dict(zip(ctx.tensors, ctx.saved_tensors, strict=True))
+            known = dict(zip((*names, *residuals), ctx.saved_tensors, strict=True))
+            known |= {n: v for n, v in zip(names, ctx.scalars, strict=True) if v is not None}
             made: dict[str, torch.Tensor | None]
             needed = [n for n, needs in zip(names, ctx.needs_input_grad, strict=True) if needs]
             if torch.is_grad_enabled():
@@ -181,9 +182,19 @@ def node(
                 made = dict(zip(grads, backward(douts[0], **{n: known[n] for n in wants}), strict=True))
             return tuple(made[n] if n in needed else None for n in names)
 
-    def run(*args: Any) -> Results:
+    # skips Function.apply's check for torch.func, for which `plain` is false
+    apply: Callable[..., Results] = super(torch.autograd.Function, Node).apply
+
+    @functools.wraps(formula)
+    def run(*args: Any, **named: Any) -> Results:
+        if named:
+            args = (*args, *[named[n] for n in names[len(args) :]])
         if not plain(args[0]):
             return formula(*args)
-        return Node.apply(*args) if torch.is_grad_enabled() else forward(*args)
+        if torch.is_grad_enabled():
+            for v in args:
+                if isinstance(v, torch.Tensor) and v.requires_grad:
+                    return apply(*args)
+        return forward(*args)
 
     return run

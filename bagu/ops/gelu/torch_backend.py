@@ -24,8 +24,4 @@ def invariant_passes(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
     return ((times_sigmoid(z, twice(z)) if approximate else z * step(z, "none")).to(x.dtype),)
 
 
-_invariant_node = eager.node(forward, invariant_passes, backward, grads=("x",))
-
-
-def invariant_forward(x: torch.Tensor, approximate: bool) -> tuple[torch.Tensor]:
-    return _invariant_node(x, approximate)
+invariant_forward = eager.node(forward, invariant_passes, backward, grads=("x",))

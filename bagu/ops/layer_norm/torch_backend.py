@@ -53,8 +53,4 @@ def backward(
 
 
 # 4096 x 256 in bf16 on two cores, forward and backward: 1.6 times as fast as the formula.
-_node = eager.node(formula, kernel, backward, residuals=("mean", "rstd"), grads=("x", "w", "b"))
-
-
-def forward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> Triple:
-    return _node(x, w, b, eps)
+forward = eager.node(formula, kernel, backward, residuals=("mean", "rstd"), grads=("x", "w", "b"))

@@ -64,13 +64,5 @@ def backward(
 
 
 # 4096 x 256 in bf16 on two cores, forward and backward: 1.6 times as fast as the formula.
-_node = eager.node(formula, passes, backward, residuals=("r",), grads=("x", "w"))
-_invariant_node = eager.node(formula, invariant_passes, backward, residuals=("r",), grads=("x", "w"))
-
-
-def forward(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _node(x, w, eps)
-
-
-def invariant_forward(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _invariant_node(x, w, eps)
+forward = eager.node(formula, passes, backward, residuals=("r",), grads=("x", "w"))
+invariant_forward = eager.node(formula, invariant_passes, backward, residuals=("r",), grads=("x", "w"))
