@@ -10,8 +10,6 @@ import math
 import torch
 import torch.nn.functional as F
 
-__all__ = ["ACTIVATIONS", "activate", "activation_backward"]
-
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from bagu.errors import UnknownName
 from bagu.ops.contract.core import OpSpec
 
-__all__ = ["SPECS", "spec"]
-
 SPECS: dict[str, OpSpec] = {
     path.parent.name: importlib.import_module(f"bagu.ops.{path.parent.name}.spec").SPEC
     for path in sorted(Path(__file__).parent.glob("*/spec.py"))

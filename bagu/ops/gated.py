@@ -16,8 +16,6 @@ from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, Streams
 from bagu.ops.contract.signature import Dims
 
-__all__ = ["CASES", "begin_backward", "cost", "cost_backward", "halves", "inputs", "join", "width"]
-
 
 def halves(x: torch.Tensor, up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(gate, up), as views."""

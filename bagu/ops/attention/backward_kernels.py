@@ -29,8 +29,6 @@ from bagu.ops.attention.score_kernels import (
     work,
 )
 
-__all__ = ["dkdv_kernel", "dq_kernel"]
-
 
 @triton.jit(do_not_specialize=["equal", "T", "H", "per_group", "window"])
 def dq_kernel(

@@ -14,8 +14,6 @@ import torch
 
 from bagu.ops.kernels.launch import is_hopper, next_power_of_2
 
-__all__ = ["WIDEST", "Block", "Blocks", "blocks_for", "reads_by_tma", "width"]
-
 WIDEST = 256  # the most features of a head that a tile can hold
 
 

@@ -15,8 +15,6 @@ from bagu.ops.attention.shape import Shape
 from bagu.ops.attention.torch_backend import uniform
 from bagu.ops.contract.core import Rule
 
-__all__ = ["PREFER_TORCH", "unsupported"]
-
 
 def unsupported(args: Mapping[str, Any]) -> str | None:
     """The reason the Triton kernels cannot run a call; None if they can."""

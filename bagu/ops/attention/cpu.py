@@ -29,8 +29,6 @@ from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_offsets
 from bagu.ops.invariant import invariant_rows
 
-__all__ = ["Tiled", "equal", "ragged", "ragged_backward"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

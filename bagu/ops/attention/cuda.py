@@ -13,8 +13,6 @@ import torch
 from bagu.ops.attention.shape import Shape
 from bagu.ops.call.eager import constant
 
-__all__ = ["equal", "fits", "hopper", "on_16_bytes", "packed", "prefers_equal"]
-
 WIDEST = 256  # the most features of a head that FlashAttention-2 supports
 CUDNN_WIDEST = 128  # the same for cuDNN's backward, in every release since Hopper
 

@@ -22,8 +22,6 @@ import torch
 
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["Gradients", "backward", "forward"]
-
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[B, L, G, F] as [B, heads, L, F] in the accumulator's dtype; the heads of a group are adjacent."""

@@ -17,8 +17,6 @@ from bagu.ops.attention.shape import side_by_side
 from bagu.ops.call.eager import constant
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["LSE_ULPS", "backward", "forward", "widens"]
-
 # Allowed error of lse. With AVX-512 and 16-bit inputs the kernel's exp(0) differs from 1 by 5.4e-5: 453 ulps of fp32.
 LSE_ULPS = 512
 

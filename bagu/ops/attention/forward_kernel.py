@@ -23,8 +23,6 @@ from bagu.ops.attention.score_kernels import (
     work,
 )
 
-__all__ = ["forward_kernel"]
-
 
 @triton.jit(do_not_specialize=["equal", "H", "per_group", "window"])
 def forward_kernel(

@@ -15,8 +15,6 @@ import torch
 
 from bagu.ops.attention.shape import Shape
 
-__all__ = ["Piece", "pieces"]
-
 # Per piece. 8192 tokens, a window of 512, two cores, fp32, 4 heads of 64, ms of a forward / forward and backward: 128
 # queries 50 / 228, 256 queries 65 / 212, 512 queries 84 / 240; all queries in one piece 952 / 2707.
 QUERIES = 256

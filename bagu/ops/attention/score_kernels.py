@@ -15,11 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "LN2", "LOG2E", "cap_slope", "constants", "heads_of", "keys_of", "load_head", "load_rows", "rows_of", "score",
-    "seen", "slope_of", "work",
-]  # fmt: skip
-
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Shape", "add_sinks", "index", "segment_of", "side_by_side"]
-
 
 def index(n: int, like: torch.Tensor) -> torch.Tensor:
     """0, 1, …, n - 1 as int64. It does not use torch.arange: a DTensor cannot be combined with a plain tensor."""

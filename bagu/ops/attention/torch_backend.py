@@ -17,8 +17,6 @@ from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_offsets
 
-__all__ = ["Path", "backward", "forward", "invariant_forward", "path"]
-
 
 class Path(Enum):
     """The implementation of a call: the device, and whether all segments have one length."""

@@ -28,8 +28,6 @@ from bagu.ops.kernels.launch import fp32_pair, triton_acc
 from bagu.ops.paged_attention.triton_backend import attend_invariant
 from bagu.ops.replay.launcher import with_scratch_memory
 
-__all__ = ["LOG2E", "backward", "forward", "invariant_forward", "readable"]
-
 LOG2E = 1.4426950408889634
 
 

@@ -14,8 +14,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.launch import next_power_of_2
 
-__all__ = ["list_tiles"]
-
 
 @triton.jit(do_not_specialize=["segments", "tokens", "levels"])
 def _list(

@@ -19,8 +19,6 @@ from bagu.ops.call.node import backward_host, forward_host
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.kernels.launch import empty_like
 
-__all__ = ["listed", "needs_custom_op", "register"]
-
 Run = Callable[..., Any]  # takes positional values; returns None, a tensor or a tuple of tensors
 
 

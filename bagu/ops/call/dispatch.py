@@ -35,8 +35,6 @@ from bagu.ops.replay.launcher import available_launcher
 from bagu.ops.replay.replay import Route, kind_of, remember
 from bagu.ops.tuning.lookup import tuned
 
-__all__ = ["automatic_backend", "call", "calls_torch", "use"]
-
 BACKENDS = ("torch", "triton")
 
 _any_autocast = torch._C._is_any_autocast_enabled  # the check for a single device takes 4 us

@@ -18,19 +18,6 @@ import torch
 
 from bagu.errors import BackendError
 
-__all__ = [
-    "autocasting",
-    "constant",
-    "force_eager",
-    "node",
-    "once_differentiable",
-    "plain",
-    "saved_tensor_hooks",
-    "traced",
-    "transformed",
-    "without_autocast",
-]
-
 Results = tuple[torch.Tensor, ...]
 
 

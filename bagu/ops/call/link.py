@@ -16,8 +16,6 @@ import torch
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.contract.signature import ScalarArg, TensorArg
 
-__all__ = ["Backward", "Forward", "Link", "received", "selective"]
-
 Forward = Callable[..., Sequence[torch.Tensor]]
 Backward = Callable[..., Sequence[torch.Tensor | None]]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bagu.ops.contract.core import Rule
 from bagu.ops.kernels.launch import few_rows
 
-__all__ = ["many_rows"]
-
 
 def many_rows(weight: str, *, runs: str) -> Rule:
     """Prefer torch for calls that `few_rows` excludes, by the number of rows of x and by the argument `weight`."""

@@ -19,8 +19,6 @@ from bagu.ops.replay.launcher import Launcher
 from bagu.ops.replay.plan import Results
 from bagu.ops.replay.replay import Host, Repeated, Replayed, Route, kind_of, remember
 
-__all__ = ["Node", "backward_host", "forward_host", "paired"]
-
 
 class Node:
     """An op on a backend as a differentiable function: takes positional values, returns its outputs, followed by

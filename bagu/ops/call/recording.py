@@ -28,8 +28,6 @@ from bagu.ops.call.link import Link
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.contract.signature import Dims
 
-__all__ = ["Call", "Recorder", "active", "storage_id"]
-
 
 @dataclass(frozen=True, eq=False)
 class Call:

@@ -22,8 +22,6 @@ import torch
 from bagu.errors import BackendError
 from bagu.ops.call.eager import constant, saved_tensor_hooks
 
-__all__ = ["Choice", "current", "enter", "keep_for_recompute", "leave", "opened"]
-
 
 class Choice(NamedTuple):
     backend: str | None = None  # None: by device

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bagu.ops.contract.core import Case
 
-__all__ = ["ROW_CASES"]
-
 ROW_CASES = (
     Case("even", "powers of two need no masks, so a failure here is the math", M=8, N=64),
     Case("ragged", "neither side is a multiple of a block, so every mask is used", M=5, N=123),

@@ -23,8 +23,6 @@ from bagu.ops.contract.layouts import lay_out, raw_bytes
 from bagu.ops.contract.signature import Dims, Signature, accumulator
 from bagu.ops.kernels.launch import empty_like, interpreted_sms
 
-__all__ = ["Case", "Cost", "OpSpec", "Rule", "Streams", "check"]
-
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 

@@ -22,8 +22,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["LAYOUTS", "lay_out", "raw_bytes"]
-
 LAYOUTS = (
     "packed", "gaps", "odd_gaps", "sliced", "stepped", "transposed", "channels_last", "heads_first", "negated",
     "half_negated", "repeated",

@@ -30,8 +30,6 @@ import torch
 
 from bagu.errors import ArgumentError
 
-__all__ = ["Dims", "ScalarArg", "Signature", "TensorArg", "accumulator", "sizes"]
-
 Dims = dict[str, Any]  # dim -> size, group -> tuple of sizes, scalar argument -> value
 
 EXACT = {

@@ -16,8 +16,6 @@ import torch
 
 from bagu.errors import ArgumentError
 
-__all__ = ["check_offsets", "check_range", "check_segments", "debugging"]
-
 
 @cache
 def debugging() -> bool:

@@ -20,8 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bagu.ops.kernels.gemm import activated
 
-__all__ = ["hopper_kernel"]
-
 
 @gluon.jit
 def _tile_of(tile, P, Q, O, B0: gl.constexpr, B1: gl.constexpr, B2: gl.constexpr, N: gl.constexpr):

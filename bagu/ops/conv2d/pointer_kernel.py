@@ -11,8 +11,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.gemm import activated
 
-__all__ = ["pointer_kernel"]
-
 
 @triton.jit
 def pointer_kernel(

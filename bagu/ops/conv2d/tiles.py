@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "Steps", "box_of", "boxes"]
-
 Pair = tuple[int, int]
 Box = tuple[int, int, int]  # images, rows, columns
 

@@ -21,8 +21,6 @@ from bagu.ops.kernels.launch import is_hopper, next_power_of_2, num_sms, triton_
 from bagu.ops.replay.launcher import with_scratch_memory
 from bagu.ops.transpose import triton_backend as transposition
 
-__all__ = ["backward", "convolve", "forward"]
-
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 

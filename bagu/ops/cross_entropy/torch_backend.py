@@ -7,8 +7,6 @@ import torch
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.invariant.mode import at_least_two_rows
 
-__all__ = ["backward", "forward", "invariant_forward", "target_logits"]
-
 
 def target_logits(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """x[m, targets[m]], and NaN where the target is outside the vocabulary."""

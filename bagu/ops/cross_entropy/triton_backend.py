@@ -21,8 +21,6 @@ import triton.language as tl
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 
-__all__ = ["TUNABLE", "backward", "forward", "invariant_forward", "reduce_rows"]
-
 TUNABLE = {  # the tests run every combination
     "forward": {"block": (1024, 4096), "splits": (1, 3), "num_warps": (4, 8)},
     "backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)},

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GRADS", "Parts"]
-
 GRADS = (
     "x", "w_in", "b_in", "w_out", "b_out", "up", "up_bias", "down", "down_bias", "norm1", "norm1_bias", "norm2",
     "norm2_bias",

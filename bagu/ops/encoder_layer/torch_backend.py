@@ -9,8 +9,6 @@ from bagu.ops.layer_norm import torch_backend as layer_norm
 from bagu.ops.mlp import torch_backend as mlp
 from bagu.ops.self_attention import torch_backend as self_attention
 
-__all__ = ["backward", "forward"]
-
 
 def _norm(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float, addend: torch.Tensor | None

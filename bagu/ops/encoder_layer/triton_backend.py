@@ -10,8 +10,6 @@ from bagu.ops.layer_norm.triton_backend import forward_tile
 from bagu.ops.mlp import triton_backend as mlp
 from bagu.ops.self_attention import triton_backend as self_attention
 
-__all__ = ["backward", "forward"]
-
 
 def _norm(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, eps: float, addend: torch.Tensor | None

@@ -11,8 +11,6 @@ import triton.language as tl
 from bagu.ops.int8_matmul.triton_backend import Tile, by_tma, byte_product
 from bagu.ops.kernels.launch import as_rows
 
-__all__ = ["forward"]
-
 TILES = (  # the largest first. A tile of 128 x 256 has no registers for the second sum.
     Tile(M=128, N=128, K=128, warps=8, stages=4, flatten=True),
     Tile(M=64, N=128, K=128, warps=4, stages=4),

@@ -6,8 +6,6 @@ import torch
 
 from bagu.ops.kernels.gated_kernels import TUNABLE, run_backward, run_forward
 
-__all__ = ["TUNABLE", "backward", "forward"]
-
 KIND = {"tanh": "gelu_tanh", "none": "gelu"}
 
 

@@ -23,8 +23,6 @@ import triton.language as tl
 from bagu.ops.kernels.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, rsqrt
 
-__all__ = ["run_backward", "run_forward"]
-
 SHARED = 220 * 1024  # bytes of shared memory that a program may prefetch into; a Hopper SM has 227 KiB
 CHANNELS = 8  # whose sums are gathered at once; with more, registers spill
 

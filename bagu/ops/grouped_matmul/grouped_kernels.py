@@ -15,8 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["rows_kernel", "weights_kernel"]
-
 
 @triton.jit
 def _tile(

@@ -24,8 +24,6 @@ from bagu.ops.grouped_matmul.grouped_kernels import rows_kernel, weights_kernel
 from bagu.ops.kernels.launch import as_rows, is_hopper, next_power_of_2, num_sms, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 
-__all__ = ["backward", "forward", "invariant_forward"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:

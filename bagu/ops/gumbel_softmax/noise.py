@@ -10,8 +10,6 @@ from math import prod
 
 import torch
 
-__all__ = ["gumbel", "philox", "words"]
-
 LOW = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.launch import num_sms
 
-__all__ = ["noisy", "wide_backward", "wide_forward"]
-
 DEPTH = 2  # lines of a wide row in one tile
 
 

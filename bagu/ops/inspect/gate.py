@@ -21,8 +21,6 @@ from bagu.ops.catalogue import SPECS, spec
 from bagu.ops.contract.core import Case, OpSpec
 from bagu.ops.inspect.offline import Launch, compile_launch, instructions, launches, registers, specialization
 
-__all__ = ["Kernel", "faults", "kernels"]
-
 SHARED_LIMIT = 232_448  # bytes a block may have on sm_90
 REGISTERS = 65_536  # of a multiprocessor
 LARGE = 1 << 20  # elements; a smaller tensor has little traffic, so the width of its loads does not matter

@@ -26,10 +26,6 @@ from bagu.errors import ArgumentError, BackendError
 from bagu.machine.device import triton_interprets
 from bagu.ops.contract.core import Case, OpSpec, Streams
 
-__all__ = [
-    "Launch", "MetaStreams", "compile_launch", "disassemble", "instructions", "launches", "registers", "specialization",
-]  # fmt: skip
-
 TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",

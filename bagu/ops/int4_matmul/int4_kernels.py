@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["add_parts_kernel", "int4_kernel"]
-
 HALF: tl.constexpr = tl.constexpr(64)  # bytes of a group of 128
 
 

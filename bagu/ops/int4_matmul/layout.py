@@ -8,8 +8,6 @@ import torch
 
 from bagu.errors import ArgumentError
 
-__all__ = ["GROUP", "Int4", "dequantize_int4", "num_groups", "pack_int4", "quantize_int4", "unpacked"]
-
 GROUP = 128  # consecutive values of a row that share a scale
 
 

@@ -15,8 +15,6 @@ from bagu.ops.int4_matmul.int4_kernels import add_parts_kernel, int4_kernel
 from bagu.ops.int4_matmul.layout import GROUP
 from bagu.ops.kernels.launch import as_rows, num_sms, starts_early, triton_acc
 
-__all__ = ["TUNABLE", "forward"]
-
 TUNABLE = {"forward": {"block_n": (64, 128), "parts": (None, 2), "stages": (4, 6)}}  # the tests run every combination
 
 PROGRAMS_PER_SM = 2  # of 1 to 8, the fastest for 16 x 4096 x 14336 and 16 x 14336 x 4096 on an H200

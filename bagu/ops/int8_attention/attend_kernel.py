@@ -15,8 +15,6 @@ import triton.language as tl
 from bagu.ops.attention.score_kernels import keys_of, load_rows, rows_of, seen, work
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 
-__all__ = ["above_zero", "attend_kernel"]
-
 
 @triton.jit
 def above_zero(step):

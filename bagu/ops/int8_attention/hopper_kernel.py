@@ -27,8 +27,6 @@ from bagu.ops.attention.score_kernels import keys_of, seen, work
 from bagu.ops.int8_attention.attend_kernel import above_zero
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 
-__all__ = ["hopper_kernel"]
-
 
 @gluon.jit
 def _load(k_ptr, v_ptr, ks, vs, k_full, k_free, v_full, v_free, blocks, length, k_stride, v_stride):

@@ -8,8 +8,6 @@ import triton.language as tl
 from bagu.ops.attention.score_kernels import load_rows, rows_of, work
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 
-__all__ = ["quantize_kernel", "sum_kernel"]
-
 
 @triton.jit(do_not_specialize=["tokens", "G"])
 def sum_kernel(

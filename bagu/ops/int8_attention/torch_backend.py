@@ -8,8 +8,6 @@ from bagu.ops.attention import torch_backend as attention
 from bagu.ops.attention.shape import index, segment_of
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["GROUP", "forward", "rounded"]
-
 GROUP = 128  # keys of a segment that share a scale
 
 

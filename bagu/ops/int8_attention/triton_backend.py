@@ -22,8 +22,6 @@ from bagu.ops.int8_attention.torch_backend import GROUP
 from bagu.ops.kernels.launch import fp32_pair, is_hopper, next_power_of_2, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 
-__all__ = ["forward"]
-
 HOPPER = Block(M=128, N=128, warps=4, stages=2)  # two groups of 64 queries
 SMALL = Block(M=32, N=32, warps=4, stages=1)  # fp32, which tensor cores would round, and older GPUs
 

@@ -7,8 +7,6 @@ import torch
 from bagu.ops.conv2d.tiles import Steps
 from bagu.ops.conv2d.triton_backend import convolve
 
-__all__ = ["forward"]
-
 
 def forward(
     x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,

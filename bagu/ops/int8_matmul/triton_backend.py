@@ -14,8 +14,6 @@ from bagu.ops.kernels.gemm import gemm_kernel
 from bagu.ops.kernels.launch import as_rows, is_hopper, num_sms
 from bagu.ops.replay.launcher import with_scratch_memory
 
-__all__ = ["Tile", "by_tma", "byte_product", "forward"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:

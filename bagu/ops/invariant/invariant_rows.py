@@ -20,8 +20,6 @@ import torch
 from bagu.machine import native
 from bagu.machine.device import onednn_has_bf16
 
-__all__ = ["Kind", "Program", "attend", "available", "gate", "norm", "product", "rotate"]
-
 SOURCE = "ops/invariant/invariant_rows.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CONTIGUOUS = 1 << 40  # positions per block of keys that are not in blocks

@@ -40,18 +40,6 @@ from bagu.ops.call import scope
 from bagu.ops.call.eager import constant
 from bagu.ops.contract.core import OpSpec
 
-__all__ = [
-    "ROW_BY_ROW",
-    "active",
-    "at_least_two_rows",
-    "backend_of",
-    "forward_of",
-    "in_blocks",
-    "invariant",
-    "sigmoid",
-    "times_sigmoid",
-]
-
 ROWS = 16  # per block. MKL has other kernels below 16 rows; on AVX-512 and AMX, fp32 and bf16, any fixed number works
 
 # Ops whose normal forward sums each row separately, so this mode uses it unchanged, unless the backend has an

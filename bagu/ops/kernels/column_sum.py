@@ -9,8 +9,6 @@ import triton.language as tl
 from bagu.ops.kernels.launch import triton_acc
 from bagu.ops.kernels.scalars import int64
 
-__all__ = ["column_sum", "column_sums"]
-
 
 @triton.jit(do_not_specialize=["P"])
 def _column_sum(

@@ -17,8 +17,6 @@ import triton.language as tl
 from bagu.ops.gated import halves
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, triton_acc
 
-__all__ = ["TUNABLE", "run_backward", "run_forward", "step"]
-
 TUNABLE = {  # tests run each value
     "forward": {"block": (128, 2048), "num_warps": (4, 8)},
     "backward": {"block": (128, 2048), "num_warps": (4, 8)},

@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["activated", "finished", "gelu_and_slope_16", "gemm_kernel", "tile_of"]
-
 
 @triton.jit
 def _phi_16(z):

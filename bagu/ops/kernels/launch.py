@@ -16,11 +16,6 @@ import torch
 
 from bagu.ops.call.eager import constant
 
-__all__ = [
-    "aligned", "as_rows", "channels_last", "empty_like", "few_rows", "fp32_pair", "interpreted_sms", "is_hopper",
-    "next_power_of_2", "num_sms", "split_row", "starts_early", "triton_acc",
-]  # fmt: skip
-
 FEW = 2**33  # rows times numbers of a weight: 2,048 rows of 1,024 features to 4,096. See `few_rows`
 H200_SMS = 132  # used if there is no device to query: the interpreter, meta tensors, the compile gate
 

@@ -36,8 +36,6 @@ from bagu.ops.kernels.rows import add, columns, load_row, masks, multiply, row_i
 from bagu.ops.kernels.scalars import int64, reciprocal, rsqrt
 from bagu.ops.kernels.wide_norms import wide_backward, wide_forward, wide_scale_backward
 
-__all__ = ["Tile", "forward_tile", "run_backward", "run_forward"]
-
 MAX_FORWARD = {"rms": 32768, "layer": 16384, "scale": 32768}  # columns: 64, 32, 64 values per thread at 16 warps
 MAX_BACKWARD = 8192  # columns of fp32: w, dw, db, x and dy have 16 values per thread each; at 16,384 ptxas spills
 MAX_BACKWARD_SCALE = 32768  # bytes: ScaleNorm has no w and dw, but two rows of x and of dy are in shared memory

@@ -21,8 +21,6 @@ from bagu.ops.kernels.gated_kernels import step
 from bagu.ops.kernels.gemm import activated, gelu_and_slope_16, tile_of
 from bagu.ops.kernels.launch import triton_acc
 
-__all__ = ["Tile", "activated_gradient", "input_gradient", "linear", "weight_gradients"]
-
 
 @triton.jit
 def _sums(

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["inverse_of", "magnitude", "quantized", "scale_of"]
-
 
 @triton.jit
 def magnitude(x, ACC: tl.constexpr):

@@ -14,8 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add", "columns", "load_row", "masks", "max_row", "multiply", "row_ids", "select", "store_row", "sum_row"]
-
 
 @triton.jit
 def row_ids(tile, BLOCK_M: tl.constexpr):

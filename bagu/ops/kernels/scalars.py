@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["int64", "reciprocal", "rsqrt"]
-
 
 @triton.jit
 def int64(i):

@@ -18,8 +18,6 @@ from bagu.ops.kernels.column_sum import column_sum
 from bagu.ops.kernels.launch import num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, reciprocal, rsqrt
 
-__all__ = ["wide_backward", "wide_forward", "wide_scale_backward"]
-
 ROWS, COLUMNS = 4, 1024  # the tile of `_columns`
 
 

@@ -13,8 +13,6 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["LARGEST", "check_cache", "dequantize", "quantize"]
-
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 

@@ -20,8 +20,6 @@ import torch
 from bagu.ops.attention.shape import segment_of
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["backward", "forward"]
-
 CHUNK = 64  # tokens: the scores of a chunk cost CHUNK * (D + E) per token, its state 2 * D * E
 
 

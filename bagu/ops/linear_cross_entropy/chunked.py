@@ -21,20 +21,6 @@ from bagu.ops.contract.signature import accumulator
 from bagu.ops.linear_cross_entropy import cpu_gemm
 from bagu.ops.linear_cross_entropy.losses import token_losses
 
-__all__ = [
-    "EVERY",
-    "Gradients",
-    "Kernels",
-    "backward",
-    "chunks",
-    "forward",
-    "joined",
-    "operand",
-    "operands",
-    "part",
-    "product",
-]  # fmt: skip
-
 EVERY: Mapping[str, bool] = MappingProxyType({"hidden": True, "weight": True})  # which gradients are needed
 Scores = tuple[torch.Tensor, torch.Tensor]  # target_logit[m], lse[m]
 

@@ -12,8 +12,6 @@ from types import TracebackType
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-__all__ = ["addmm_", "mm"]
-
 
 class _Bf16Products:
     """Allows oneDNN to multiply fp32 matrices in bf16 inside the block. The setting is global to the process: an fp32

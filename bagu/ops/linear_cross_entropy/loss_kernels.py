@@ -19,8 +19,6 @@ from bagu.ops.replay.launcher import available_launcher
 from bagu.ops.replay.plan import Results
 from bagu.ops.replay.replay import Replayed
 
-__all__ = ["mean_weights", "weighted_loss", "weighted_loss_host"]
-
 
 @triton.jit(do_not_specialize=["M"])
 def _weighted_loss(

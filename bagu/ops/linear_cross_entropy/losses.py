@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Losses", "token_losses"]
-
 
 class Losses(NamedTuple):
     """Per token: the minimised loss (cross-entropy plus z-loss), the z-loss part of it, and log p(target)."""

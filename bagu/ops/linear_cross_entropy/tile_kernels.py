@@ -29,8 +29,6 @@ from bagu.ops.replay.launcher import available_launcher, with_scratch_memory
 from bagu.ops.replay.plan import Results
 from bagu.ops.replay.replay import Replayed
 
-__all__ = ["fits", "loss_and_slope", "scores", "slope"]
-
 # 102 us at 1,024 x 1,024 x 32,768 on an H200, and cuBLAS 101 for the logits alone. At 8,192 tokens 802 us; the tile of
 # 128 x 256, whose exps no other program hides, takes 868. With exps stored 114 and 911.
 TILE = PERSISTENT[1]

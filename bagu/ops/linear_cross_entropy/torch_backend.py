@@ -15,8 +15,6 @@ from bagu.ops.invariant.mode import at_least_two_rows, in_blocks
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
 
-__all__ = ["INVARIANT", "KERNELS", "backward", "forward", "invariant_forward", "whole"]
-
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product(hidden, weight.T, accumulator(hidden.dtype))

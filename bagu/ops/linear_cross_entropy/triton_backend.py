@@ -27,8 +27,6 @@ from bagu.ops.replay.launcher import available_launcher
 from bagu.ops.replay.plan import Results
 from bagu.ops.replay.replay import Replayed
 
-__all__ = ["INVARIANT", "KERNELS", "TUNABLE", "backward", "forward", "invariant_backward", "invariant_forward"]
-
 TUNABLE = {"backward": {"block": (1024, 4096, 8192), "num_warps": (4, 8)}}  # the tests run every combination
 ALIGN = 16  # row lengths of the logits' memory are a multiple of this, so that loads are 128 bits wide
 PAD = 64  # an odd vocabulary is padded to a multiple of this: a GEMM of 50,257 columns has no fast kernel

@@ -14,8 +14,6 @@ from bagu.errors import ArgumentError
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.linear_cross_entropy.chunked import Gradients, Kernels, joined, operand, operands, part
 
-__all__ = ["check_made", "forward"]
-
 
 def forward(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,

@@ -12,8 +12,6 @@ from bagu.ops.linear_cross_entropy.chunked import EVERY
 from bagu.ops.linear_cross_entropy.torch_backend import INVARIANT, KERNELS, whole
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
-__all__ = ["backward", "forward", "invariant_forward"]
-
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

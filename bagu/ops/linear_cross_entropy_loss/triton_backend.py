@@ -20,8 +20,6 @@ from bagu.ops.linear_cross_entropy.chunked import EVERY
 from bagu.ops.linear_cross_entropy.triton_backend import INVARIANT, KERNELS
 from bagu.ops.linear_cross_entropy_loss import one_pass
 
-__all__ = ["TUNABLE", "backward", "forward", "invariant_forward"]
-
 TUNABLE = {"backward": {"block": (2048, 4096), "num_warps": (4, 8)}}  # the tests run every combination
 
 

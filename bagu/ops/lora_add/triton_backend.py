@@ -17,8 +17,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 
-__all__ = ["forward"]
-
 FEW_TOKENS = 256  # above, tokens that share an adapter are many enough to share the reads of its pair
 VALUES = 16384  # of A that a program of `token_kernel` holds at a time; of B twice as many
 TILE = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 8, "STAGES": 3}

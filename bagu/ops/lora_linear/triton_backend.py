@@ -23,8 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, starts_early, triton_acc
 
-__all__ = ["TUNABLE", "forward"]
-
 TUNABLE = {"forward": {"parts": (None, 2)}}  # the tests run every combination
 
 TILE = {"BN": 32, "BK": 128, "STAGES": 4, "num_warps": 4}  # the fastest in sum of 18 for the layers above

@@ -14,8 +14,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.gemm import finished, tile_of
 
-__all__ = ["product_kernel"]
-
 
 @triton.jit
 def _rows_of(ptr, first, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):

@@ -24,8 +24,6 @@ from bagu.ops.matmul.product_kernel import product_kernel
 from bagu.ops.matmul.torch_backend import backward
 from bagu.ops.replay.launcher import with_scratch_memory
 
-__all__ = ["PERSISTENT", "TUNABLE", "backward", "by_tma", "forward", "invariant_forward", "product"]
-
 BK = 64
 
 

@@ -22,8 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = ["hopper_kernel"]
-
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 

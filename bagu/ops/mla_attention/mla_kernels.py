@@ -15,8 +15,6 @@ import triton.language as tl
 from bagu.ops.attention.score_kernels import LN2
 from bagu.ops.paged_attention.paged_kernels import sequence_of
 
-__all__ = ["mla_kernel"]
-
 
 @triton.jit(do_not_specialize=["sequences", "T", "H", "groups", "window"])
 def mla_kernel(

@@ -6,8 +6,6 @@ import torch
 
 from bagu.ops.paged_attention import torch_backend as paged
 
-__all__ = ["UNUSED", "forward", "invariant_forward"]
-
 UNUSED = dict.fromkeys(("slopes", "bias", "sinks", "k_scale", "v_scale"))  # what MLA has no use for
 
 

@@ -19,8 +19,6 @@ from bagu.ops.mla_attention.mla_kernels import mla_kernel
 from bagu.ops.paged_attention.join import join
 from bagu.ops.paged_attention.triton_backend import LOG2E, Tile
 
-__all__ = ["forward"]
-
 SPLITS = (8192, 4096, 2048, 1024, 512, 256)  # lengths of a range of keys
 TILES = (Tile(rows=16, N=64, warps=8, stages=2), Tile(rows=64, N=64, warps=8, stages=2))
 EXACT = (Tile(rows=16, N=16, warps=4, stages=1),)  # fp32 and fp64

@@ -11,8 +11,6 @@ from bagu.ops.contract.signature import accumulator
 from bagu.ops.matmul.torch_backend import linear, of_product
 from bagu.ops.swiglu import swiglu
 
-__all__ = ["EVERY", "backward", "forward"]
-
 EVERY = dict.fromkeys(("x", "up", "down", "gate", "up_bias", "down_bias"), True)
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, ...]

@@ -9,8 +9,6 @@ import torch
 from bagu.ops.kernels.products import activated_gradient, input_gradient, linear, weight_gradients
 from bagu.ops.mlp.torch_backend import EVERY, Gradients, Results
 
-__all__ = ["backward", "forward"]
-
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["planes"]
-
 
 def _int8_to_bf16() -> str:
     """PTX that unpacks the words of two keys, $4 and $5, into four pairs of bf16, $0 to $3.

@@ -9,8 +9,6 @@ import torch
 from bagu.machine import native
 from bagu.ops.paged_attention.pages import Pages
 
-__all__ = ["decode", "fits"]
-
 SOURCE = "ops/paged_attention/decode.cpp"
 NAMES = {torch.float32: "bagu_decode_fp32", torch.bfloat16: "bagu_decode_bf16"}
 SIZES = ("S", "H", "G", "D", "E", "B", "columns", "window", "threads", "k_place", "k_head", "v_place", "v_head")

@@ -34,8 +34,6 @@ from bagu.ops.paged_attention import compiled
 from bagu.ops.paged_attention.dense import empty
 from bagu.ops.paged_attention.pages import Pages
 
-__all__ = ["check", "forward"]
-
 IN_PLACE = 4  # most query heads per key head for which decodes read the pool in place
 FEW = 3  # up to this many sequences, one call per sequence: building the lists of rows costs as much as three
 # A chunk with at most this many scores per head (new tokens times context) goes to decode.cpp, each token as a decode

@@ -18,8 +18,6 @@ from bagu.ops.attention.cuda import on_16_bytes
 from bagu.ops.attention.shape import Shape
 from bagu.ops.paged_attention.pages import Pages
 
-__all__ = ["forward"]
-
 LARGE = 128  # positions per block from which a separate part pays off: the kernel processes 64 or 128 keys at a time
 
 Pair = tuple[torch.Tensor, torch.Tensor]

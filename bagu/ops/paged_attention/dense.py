@@ -12,8 +12,6 @@ from bagu.ops.attention.shape import Shape, segment_of
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.paged_attention.pages import Pages
 
-__all__ = ["empty", "forward"]
-
 
 def empty(q: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised out and lse."""

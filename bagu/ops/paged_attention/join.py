@@ -15,8 +15,6 @@ from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.score_kernels import LN2
 from bagu.ops.kernels.launch import starts_early, triton_acc
 
-__all__ = ["join"]
-
 RANGES = 16  # that a program reads at once
 
 

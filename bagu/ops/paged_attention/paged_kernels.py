@@ -20,8 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from bagu.ops.attention.score_kernels import LN2, LOG2E, score
 from bagu.ops.paged_attention.byte_planes import planes
 
-__all__ = ["paged_kernel", "sequence_of"]
-
 
 @triton.jit
 def sequence_of(cu_ptr, tile, sequences, TOKENS: tl.constexpr):

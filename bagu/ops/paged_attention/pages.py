@@ -14,8 +14,6 @@ import torch
 from bagu.errors import BackendError
 from bagu.ops.kv_write.quantize import dequantize
 
-__all__ = ["Pages", "check_invariant", "dequantized", "used_blocks"]
-
 
 @dataclass(frozen=True)
 class Pages:

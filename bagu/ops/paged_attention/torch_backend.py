@@ -22,8 +22,6 @@ from bagu.ops.invariant import invariant_rows
 from bagu.ops.paged_attention import cpu, cuda, dense
 from bagu.ops.paged_attention.pages import Pages, check_invariant, dequantized, used_blocks
 
-__all__ = ["forward", "invariant_forward"]
-
 
 @torch.no_grad()
 def forward(

@@ -19,8 +19,6 @@ from bagu.ops.paged_attention.join import join
 from bagu.ops.paged_attention.paged_kernels import paged_kernel
 from bagu.ops.paged_attention.pages import check_invariant
 
-__all__ = ["attend_invariant", "forward", "invariant_forward"]
-
 LOG2E = 1.4426950408889634
 SHORTEST = 256  # keys of a range
 BUSY = 0.9  # share of the time of full waves from which no further split pays

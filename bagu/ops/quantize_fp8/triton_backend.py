@@ -8,8 +8,6 @@ from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import as_rows
 from bagu.ops.quantize_int8.triton_backend import quantize_rows
 
-__all__ = ["forward"]
-
 
 def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q = torch.empty_like(x, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)

@@ -20,20 +20,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "CudaLauncher",
-    "Direct",
-    "Launch",
-    "Launcher",
-    "Scratch",
-    "available_launcher",
-    "bound",
-    "is_constant",
-    "noted_launches",
-    "takes_kernel_arguments",
-    "with_scratch_memory",
-]
-
 # the parameters of a compiled kernel's launcher that precede the kernel's own
 LEADING = (
     "gridX", "gridY", "gridZ", "stream", "function",

@@ -10,8 +10,6 @@ import torch
 
 from bagu.ops.replay.launcher import Direct, Scratch
 
-__all__ = ["Allocation", "Made", "Operand", "Plan", "Pointer", "Product", "Results", "Step"]
-
 ALIGNMENT = 512  # bytes, as torch's allocator has it
 Results = tuple[torch.Tensor | None, ...]
 Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bagu.ops.replay.launcher import Launch, Launcher, is_constant, noted_launches
 from bagu.ops.replay.plan import Made, Operand, Plan, Pointer, Product, Results, Step
 
-__all__ = ["recorded"]
-
 aten = torch.ops.aten
 ALLOCATE = frozenset({
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,

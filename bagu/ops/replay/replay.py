@@ -20,8 +20,6 @@ from bagu.ops.replay.launcher import Launcher
 from bagu.ops.replay.plan import Plan, Results
 from bagu.ops.replay.record import recorded
 
-__all__ = ["Host", "Repeated", "Replayed", "Route", "kind_of", "remember"]
-
 KINDS = 4096  # the number of kinds of calls that are cached per op
 T = TypeVar("T")
 Host = Callable[[Sequence[Any]], Results]  # takes tensors, None and scalars

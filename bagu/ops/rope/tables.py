@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rope_tables"]
-
 
 def rope_tables(
     length: int, pairs: int, base: float = 10000.0, *, device: torch.device | str | None = None

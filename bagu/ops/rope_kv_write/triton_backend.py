@@ -17,8 +17,6 @@ from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.scalars import rsqrt
 from bagu.ops.kv_write.quantize import LARGEST
 
-__all__ = ["forward"]
-
 TUNABLE = {"forward": {"num_warps": (1, 4)}}  # the tests run every combination
 
 

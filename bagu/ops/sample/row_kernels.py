@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["draw", "first_equal", "keep", "list_groups", "load_groups", "mass_above", "smallest", "smallest_top"]
-
 GROUP = tl.constexpr(128)
 
 

@@ -15,8 +15,6 @@ import torch
 from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["argmax", "forward", "invariant_forward"]
-
 GROUP = 128  # tokens whose weights are added first when a token is located; the Triton backend has the same groups
 BELOW_ONE = 1 - 2.0**-24  # u may round to 1 in fp32, and no running sum exceeds the total
 FEW = 256  # the number of largest logits that top-p sorts first on a CPU

@@ -10,8 +10,6 @@ import torch
 from bagu.ops.attention import torch_backend as attention
 from bagu.ops.matmul.torch_backend import linear, of_product
 
-__all__ = ["EVERY", "NO_TERMS", "backward", "by_head", "forward"]
-
 EVERY = dict.fromkeys(("x", "w_in", "w_out", "b_in", "b_out"), True)
 NO_TERMS: Mapping[str, Any] = {
     "slopes": None,

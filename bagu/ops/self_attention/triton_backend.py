@@ -10,8 +10,6 @@ from bagu.ops.attention import triton_backend as attention
 from bagu.ops.kernels.products import input_gradient, linear, weight_gradients
 from bagu.ops.self_attention.torch_backend import EVERY, NO_TERMS, Gradients, Results, by_head
 
-__all__ = ["backward", "forward"]
-
 
 def forward(
     x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, b_in: torch.Tensor | None, b_out: torch.Tensor | None,

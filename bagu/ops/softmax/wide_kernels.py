@@ -15,8 +15,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.launch import num_sms, triton_acc
 
-__all__ = ["scores", "wide_backward", "wide_forward"]
-
 FLIGHT = 16  # bytes of each of its 8 columns that a thread has in flight in a pass: 64 KB per multiprocessor
 L2_BYTES = 40 << 20  # of an H200's 60 MB, for the rows in flight: the results also go through the L2
 

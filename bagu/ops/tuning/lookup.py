@@ -21,8 +21,6 @@ from bagu.ops.tuning.missing import Missing
 from bagu.ops.tuning.source import source_hash
 from bagu.ops.tuning.store import Kind, Options, Shapes, Winner, shipped_store, user_store, winners
 
-__all__ = ["Table", "device_name", "find", "kind_of_call", "nearest", "reload", "table", "tuned"]
-
 MAX_RATIO = 2.0  # shapes with a larger ratio in any dim are of another class
 ALIGNED = 16  # Triton compiles another kernel for sizes that are not a multiple of this
 

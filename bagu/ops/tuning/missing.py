@@ -12,8 +12,6 @@ from pathlib import Path
 
 from bagu.ops.tuning.store import Kind, kind_fields, parse_kind, user_store
 
-__all__ = ["Missing", "missing", "missing_file"]
-
 LIMIT = 1000  # kinds in the list: a server meets batches of every size
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,6 @@ import importlib.util
 import re
 from pathlib import Path
 
-__all__ = ["code_text", "source_hash"]
-
 IMPORT = re.compile(r"^ *from (bagu\.[\w.]+) import (?:\(([^)]*)\)|(.+))", re.MULTILINE)
 KERNEL = re.compile(r"^@(triton|gluon)\.jit", re.MULTILINE)
 

@@ -18,11 +18,6 @@ from typing import Any
 from bagu.errors import ArgumentError
 from bagu.machine.cache import cache_folder
 
-__all__ = [
-    "Contents", "Kind", "Measurement", "Options", "Record", "Shapes", "Store", "Winner", "kind_fields", "merge",
-    "parse_kind", "shipped_store", "user_store", "winners",
-]  # fmt: skip
-
 VERSION = 2
 PREFIX = f'{{"version":{VERSION},"record":"'.encode()  # of every line
 

@@ -21,8 +21,6 @@ import triton.language as tl
 
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, triton_acc
 
-__all__ = ["forward"]
-
 FEW_ROWS = 4
 VECTOR = {"BN": 8, "BK": 512, "STAGES": 4, "num_warps": 4}
 TILE = {"BK": 256, "STAGES": 4, "num_warps": 4}
