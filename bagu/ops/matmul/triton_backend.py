@@ -21,7 +21,7 @@ from bagu.ops.attention.block_sizes import reads_by_tma
 from bagu.ops.kernels.gemm import gemm_kernel
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.matmul.product_kernel import product_kernel
-from bagu.ops.matmul.torch_backend import backward
+from bagu.ops.matmul.torch_backend import backward as backward
 from bagu.ops.replay.launcher import with_scratch_memory
 
 BK = 64

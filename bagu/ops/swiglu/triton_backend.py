@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bagu.ops.kernels.gated_kernels import TUNABLE, run_backward, run_forward
+from bagu.ops.kernels.gated_kernels import TUNABLE as TUNABLE
+from bagu.ops.kernels.gated_kernels import run_backward, run_forward
 
 
 def forward(
