@@ -70,6 +70,6 @@ class Link:
 
     def hand_out(self, wanted: Sequence[bool], made: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each input that needs one; None for the others."""
-        return tuple([
-            made[source] if source is not None and wanted[i] else None for i, source in enumerate(self.sources)
-        ])  # fmt: skip
+        return tuple(
+            [made[source] if source is not None and wanted[i] else None for i, source in enumerate(self.sources)]
+        )

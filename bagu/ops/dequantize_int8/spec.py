@@ -102,4 +102,4 @@ SPEC = OpSpec(
         Case("row_past", "one past a power of two", **BIG | {"N": 8193}),
         Case("row_odd", "an odd N leaves no row aligned", **BIG | {"N": 8191}),
     ],
-)  # fmt: skip
+)

@@ -40,7 +40,7 @@ def _dequantize(
 @triton.jit
 def _flat(
     q_ptr, scale_ptr, y_ptr, M, N, BLOCK: tl.constexpr, BY: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr
-):  # fmt: skip
+):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     left = int64(M) * N - first

@@ -136,12 +136,12 @@ SPEC = OpSpec(
     cases=[
         Case("even", "powers of two need no masks, so a failure here is the math", B=2, S=4, K=16, N=32, H=2),
         Case("before", "the norms are applied before the blocks", B=2, S=4, K=16, N=32, H=2, norm_first=True),
-        Case("ragged", "no side is a multiple of a block", B=2, S=5, K=24, N=41, H=3, activation="relu",
-             eps=0.1),
+        Case("ragged", "no side is a multiple of a block", B=2, S=5, K=24, N=41, H=3, activation="relu", eps=0.1),
         Case("ragged_before", "the same with norms before", B=3, S=5, K=24, N=41, H=3, norm_first=True),
         Case("frozen", "no weight has a gradient, as beside LoRA", B=2, S=4, K=16, N=32, H=2, frozen=list(GRADS[1:])),
         Case("empty", "there is no sequence, and nothing is launched", B=0, S=4, K=16, N=32, H=2),
-        Case("bert", "a large BERT on 1k tokens: the host's time counts", bench=True, B=1, S=1024, K=1024, N=4096,
-             H=16),
+        Case(
+            "bert", "a large BERT on 1k tokens: the host's time counts", bench=True, B=1, S=1024, K=1024, N=4096, H=16
+        ),
     ],
-)  # fmt: skip
+)

@@ -239,7 +239,7 @@ def run_forward(
     programs, options = _launch(x, groups, tensors=1, per_sm=16384, per_warp=2048, most_warps=8, num_warps=num_warps)
     _forward[(groups, programs)](
         x, w, b, y, mean, r, B, groups, C // groups, I, x.stride(0) // 8, C * I // 8, eps, **options
-    )  # fmt: skip
+    )
 
 
 def run_backward(

@@ -17,9 +17,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(
-    source, first, column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def _tile(source, first, column, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
     """[ROWS, COLUMNS] from row `first` and from `column` on; zeros past `rows` and `columns`, by TMA past the tensor.
     `source` is a descriptor or a pointer."""
     if TMA:

@@ -88,9 +88,8 @@ def _backward(
 
 
 def forward(
-    logits: torch.Tensor, tau: float, hard: bool, seed: int,
-    *, block_m: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: torch.Tensor, tau: float, hard: bool, seed: int, *, block_m: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y = torch.empty_like(logits, memory_format=torch.contiguous_format)
     top, total = (logits.new_empty(logits.shape[:-1], dtype=accumulator(logits.dtype)) for _ in range(2))
     if not logits.numel():

@@ -39,7 +39,7 @@ def _halves(packed, DTYPE: tl.constexpr):
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16)
         low, high = tl.inline_asm_elementwise(
             BYTES_TO_BF16, "=r,=r,=r,=r,r", [packed], dtype=types, is_pure=True, pack=4
-        )  # fmt: skip
+        )
         return low, high, 128.0
     elif DTYPE.is_fp16():
         low, high = (packed & 15).to(tl.int16) | 0x6400, (packed >> 4).to(tl.int16) | 0x6400  # 1024 + q

@@ -173,8 +173,8 @@ def _attend(
     for n in range(1, blocks):
         next_scale = _scale_of_keys(k_scales, blocks - 2 - n, N, KEYS)
         p, mixed, top, total = _next_block(
-            n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, q_scale, k_scale, SCORES, GROUP,
-        )  # fmt: skip
+            n, q, p, mixed, top, total, ks, vs, k_full, k_free, v_full, v_free, turns, q_scale, k_scale, SCORES, GROUP
+        )
         k_scale = next_scale
     last = (blocks - 1) % STAGES
     mbarrier.wait(v_full.index(last), (blocks - 1) // STAGES & 1)

@@ -34,9 +34,8 @@ def quantized_keys(k: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int) -> t
     sums, scales = k.new_empty(segments, G, parts, D, dtype=kept), k.new_empty(G, T, dtype=kept)
     k8 = k.new_empty(T, G, D, dtype=torch.int8)
     sum_kernel[(segments, G, parts)](
-        k, cu, sums, T, G, k.stride(0), k.stride(1),
-        D=D, PARTS=parts, ROWS=64, STAGES=3, ACC=acc, num_warps=4,
-    )  # fmt: skip
+        k, cu, sums, T, G, k.stride(0), k.stride(1), D=D, PARTS=parts, ROWS=64, STAGES=3, ACC=acc, num_warps=4
+    )
     tiles, count = list_tiles(cu, T, max_len, GROUP, from_end=False)
     quantize_kernel[(count, G)](
         k, cu, sums, tiles, k8, scales, T, G, segments, k.stride(0), k.stride(1),

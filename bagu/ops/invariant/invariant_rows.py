@@ -134,9 +134,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, at: torch.Tens
     cos, sin = (t.detach().float().resolve_neg().contiguous() for t in (cos, sin))
     y, at = torch.empty_like(x), at.long().contiguous()
     _run(
-        Kind.ROTATE, x.dtype, M=at.numel(), H=H, D=D, threads=torch.get_num_threads(), x=x, cos=cos, sin=sin, at=at,
-        y=y,
-    )  # fmt: skip
+        Kind.ROTATE, x.dtype, M=at.numel(), H=H, D=D, threads=torch.get_num_threads(), x=x, cos=cos, sin=sin, at=at, y=y
+    )
     return y
 
 

@@ -111,8 +111,8 @@ def _store(
     # since TMA stores at it, and to the arange. Their sum would be rows of the next tile. 64 bits make another scalar.
     row, column = down.to(tl.int64) * BM + tl.arange(0, BM), n + tl.arange(0, total.shape[1])
     z = finished(
-        total, row, column, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, M, N, ACC, ACTIVATION, SHORT,
-    )  # fmt: skip
+        total, row, column, bias_ptr, row_scale_ptr, column_scale_ptr, residual_ptr, M, N, ACC, ACTIVATION, SHORT
+    )
     if STORE:
         y_rows.store([down * BM, n], z.to(y_ptr.dtype.element_ty))
     else:

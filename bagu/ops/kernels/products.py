@@ -52,9 +52,7 @@ def product_kernel(
     row, column = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN)
     COUNT: tl.constexpr = sum_ptr is not None
     SHORT: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
-    z, sums = _sums(
-        a_ptr, b_ptr, row, column, M, N, K, a_row, a_term, b_term, b_column, BM, BN, BK, STAGES, COUNT, ACC
-    )  # fmt: skip
+    z, sums = _sums(a_ptr, b_ptr, row, column, M, N, K, a_row, a_term, b_term, b_column, BM, BN, BK, STAGES, COUNT, ACC)
     there = (row < M)[:, None] & (column < N)[None, :]
     at = row.to(tl.int64)[:, None] * N + column[None, :]
     if COUNT:

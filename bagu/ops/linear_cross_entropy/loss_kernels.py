@@ -64,9 +64,7 @@ def weighted_loss_host(values: Sequence[Any]) -> Results:
 def _mean_weights_host(values: Sequence[Any]) -> Results:
     targets, ignore_index, dtype = values
     weights = torch.empty(len(targets), dtype=dtype, device=targets.device)
-    _mean_weights[(1,)](
-        targets, weights, len(targets), ignore_index, BLOCK=2048, ACC=triton_acc(dtype), num_warps=16
-    )  # fmt: skip
+    _mean_weights[(1,)](targets, weights, len(targets), ignore_index, BLOCK=2048, ACC=triton_acc(dtype), num_warps=16)
     return (weights,)
 
 

@@ -72,9 +72,7 @@ def tile_kernel(
         tl.store(at, tl.load(at, there, 0.0).to(ACC) + added, there)
 
 
-def forward(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, y: torch.Tensor
-) -> tuple[()]:  # fmt: skip
+def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, y: torch.Tensor) -> tuple[()]:
     if not y.numel() or not a.numel():
         return ()
     rows, a, b, sms = as_rows(x), a.contiguous(), b.contiguous(), num_sms(x.device)

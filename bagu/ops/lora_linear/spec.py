@@ -23,7 +23,7 @@ from bagu.ops.lora_linear import torch_backend
 
 def reference(
     x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The definition."""
     y = x @ w.mT if bias is None else x @ w.mT + bias
     lora_add.reference(x, a, b, slots, y)

@@ -12,7 +12,7 @@ from bagu.ops.lora_add import torch_backend as lora_add
 @torch.no_grad()
 def forward(
     x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor]:
     acc = accumulator(x.dtype)
     y = F.linear(x.to(acc), w.to(acc), None if bias is None else bias.to(acc))
     lora_add.forward(x=x.to(acc), a=a.to(acc), b=b.to(acc), slots=slots, y=y)

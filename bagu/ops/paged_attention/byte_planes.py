@@ -47,6 +47,4 @@ def planes(words, DTYPE: tl.constexpr, FP8: tl.constexpr):
         )  # fmt: skip
     else:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-        return tl.inline_asm_elementwise(
-            INT8_TO_BF16, "=r,=r,=r,=r,r,r", [words], dtype=types, is_pure=True, pack=2
-        )  # fmt: skip
+        return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,=r,=r,r,r", [words], dtype=types, is_pure=True, pack=2)

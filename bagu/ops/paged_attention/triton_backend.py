@@ -154,9 +154,9 @@ def attend(
     reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
     range_tiles = triton.cdiv(triton.cdiv(max_context, ranges), tile.N)
     splits = triton.cdiv(max_context, range_tiles * tile.N)
-    parts, part_lse = (out, lse) if splits == 1 else (
-        q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
-    )  # fmt: skip
+    parts, part_lse = (
+        (out, lse) if splits == 1 else (q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc))
+    )
     k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
     v_steps = (0, 0, 0) if v_scale is None else v_scale.stride()
     words, fp8 = tile.rows == 16 and _words(v), v.dtype == torch.float8_e4m3fn  # wgmma reads values from shared memory

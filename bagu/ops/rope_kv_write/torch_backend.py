@@ -58,9 +58,7 @@ def forward(
     v_scale: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None, eps: float, layout: str,
 ) -> tuple[torch.Tensor]:  # fmt: skip
-    return _run(
-        TORCH, qkv, slots, k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, eps, layout
-    )  # fmt: skip
+    return _run(TORCH, qkv, slots, k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, eps, layout)
 
 
 def invariant_forward(
@@ -69,6 +67,4 @@ def invariant_forward(
     k_weight: torch.Tensor | None, eps: float, layout: str,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     """The ops that a training forward calls, in invariant mode too, so that the bits are the same."""
-    return _run(
-        DISPATCHED, qkv, slots, k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, eps, layout
-    )  # fmt: skip
+    return _run(DISPATCHED, qkv, slots, k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, eps, layout)

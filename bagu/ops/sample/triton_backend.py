@@ -32,7 +32,7 @@ from bagu.ops.sample.row_kernels import (
     ordered,
     smallest,
     smallest_top,
-)  # fmt: skip
+)
 
 ROWS = 64  # groups in a tile of `_reduce_groups`
 LISTED = 32  # listed groups that `_choose` reads at a time: with 64 it spills registers
@@ -167,9 +167,7 @@ def forward(
     tops, masses = (torch.empty(S, groups, dtype=torch.float32, device=logits.device) for _ in range(2))
     listed = torch.empty(S, groups, dtype=torch.int32, device=logits.device)
     row = (rows, V, rows.stride(0), bits, words, ids, values, A, values_at)
-    _reduce_groups[(tiles, S)](
-        *row, temperature, tops, masses, groups, ROWS=ROWS, num_warps=reduce_warps or 8
-    )  # fmt: skip
+    _reduce_groups[(tiles, S)](*row, temperature, tops, masses, groups, ROWS=ROWS, num_warps=reduce_warps or 8)
     _choose[(S,)](
         *row, temperature, top_k.contiguous(), top_p, min_p, u, tops, masses, listed, token, groups,
         LANES=next_power_of_2(groups), ROWS=LISTED, num_warps=choose_warps or 8,

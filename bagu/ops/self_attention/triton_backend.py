@@ -38,9 +38,8 @@ def backward(
     input_gradient(dys, w_out, dmixed.view(T, N))
     q, k, v, out, dout, *into = by_head(heads, *qkv.chunk(3, -1), mixed, dmixed, *dqkv.chunk(3, -1))
     attention.backward(
-        dout, q, k, v, out=out, lse=lse.flatten(0, 1), cu_seqlens=None, max_len=S, causal=causal, **NO_TERMS,
-        into=into,
-    )  # fmt: skip
+        dout, q, k, v, out=out, lse=lse.flatten(0, 1), cu_seqlens=None, max_len=S, causal=causal, **NO_TERMS, into=into
+    )
     dqkvs = dqkv.view(T, 3 * N)
     dw_in, db_in = weight_gradients(dqkvs, xs, w_in, b_in, needs["w_in"], needs["b_in"])
     if not needs["x"]:

@@ -136,9 +136,7 @@ def nearest(kind: Kind, known: Iterable[Winner]) -> Winner | None:
 
 
 def _same(a: Kind, b: Kind) -> bool:
-    return (a.op, a.step, a.dtype, a.modes, a.device, a.source) == (
-        b.op, b.step, b.dtype, b.modes, b.device, b.source,
-    )  # fmt: skip
+    return (a.op, a.step, a.dtype, a.modes, a.device, a.source) == (b.op, b.step, b.dtype, b.modes, b.device, b.source)
 
 
 def _distance(a: Shapes, b: Shapes) -> float:

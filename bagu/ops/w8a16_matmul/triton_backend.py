@@ -66,9 +66,7 @@ def tile_kernel(
     tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], total, (m < M)[:, None] & (n < N)[None, :])
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor]:  # fmt: skip
+def forward(x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor]:
     y = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device=x.device)
     if not y.numel():
         return (y,)
