@@ -36,7 +36,7 @@ from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Round
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.low_rank import LowRankPairs
-from bagu.serve.cpu.match import DecodeStep, match
+from bagu.serve.cpu.match import DecodeStep, KeptMatch
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
 from bagu.serve.graphs import Captured, GraphDecode
 from bagu.serve.inputs import Late, StepInputs, sample_rows
@@ -83,6 +83,7 @@ class Runner(StepInputs):
         super().__init__(kv, device, config.max_num_seqs, max_model_len, adapters=adapters is not None)
         self.source, self.config, self.mesh, self.adapters = model, config, mesh, adapters
         self.graphs: GraphDecode | None = None
+        self.matched = KeptMatch()
         self.released = False  # whether `release_source` was called
         self.project: Project
         self.prepare()
@@ -119,12 +120,12 @@ class Runner(StepInputs):
             return None
         try:
             if self.config.invariant:  # not `merged`: LoRA is a product of its own in training
-                return InvariantDecode(match(model), self.kv)
+                return InvariantDecode(self.matched.step(model), self.kv)
             if not compiles(model.embedding.weight.dtype):
                 return None
             if self.kv.quantized:
                 raise Mismatch("an 8-bit KV cache")
-            step = match(merged(model))
+            step = self.matched.step(merged(model))
             self.low_rank = self.low_rank_pairs(step)
             return CompiledDecode(step, self.kv, rounding=rounding, low_rank=self.low_rank)
         except Mismatch as error:

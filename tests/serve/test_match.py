@@ -30,7 +30,7 @@ from bagu.nn.norm import RMSNorm
 from bagu.nn.positions import RopeEncoding, Signals
 from bagu.serve.cpu.compiled import SOURCE
 from bagu.serve.cpu.dataflow import Mismatch
-from bagu.serve.cpu.match import match
+from bagu.serve.cpu.match import KeptMatch, match
 from bagu.serve.request import Sampling
 
 SIZES: dict[str, Any] = {
@@ -371,3 +371,20 @@ def test_rows_of_a_weight_in_another_order_are_read_off_the_recording() -> None:
     for i in range(3):
         become(f"blocks.{i}.attention", ByKind)(model)
     assert_right(model, compiled=True)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mqa, QK norm"])
+def test_a_match_is_kept_while_weights_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values change in place and at other addresses, as when a trainer moves the weights to its buffers."""
+    model, kept = small_model(kind), KeptMatch()
+    kept.step(model)
+    for n, parameter in enumerate(model.parameters()):
+        parameter.data = parameter.data * 2 if n % 2 else parameter.data.mul_(3)
+    want = match(model)
+    monkeypatch.setattr("bagu.serve.cpu.match.match", None)  # a second match would raise
+    got = kept.step(model)
+    assert got.table.data_ptr() == model.embedding.weight.data_ptr()
+    for a, b in zip(got.layers, want.layers, strict=True):
+        assert all(torch.equal(x.weight, y.weight) for x, y in zip(a[:4], b[:4], strict=True))
+        assert (a.qk_gain is None) == (b.qk_gain is None)
+        assert a.qk_gain is None or b.qk_gain is None or torch.equal(a.qk_gain, b.qk_gain)

@@ -16,8 +16,8 @@ Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a he
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +66,14 @@ class LayerWeights(NamedTuple):
     up: Weight  # with a gate, gate rows first
     down: Weight
     qkv_rows: torch.Tensor  # [(H + 2G) D]: the rows of qkv that are [q heads, k heads, v heads]
-    qk_gain: torch.Tensor | None  # [H + G, D], with a QK norm
+    qk_gains: tuple[torch.Tensor, ...]  # [D] of each of the H + G heads; empty without a QK norm
     window: int | None
     cache: int  # the layer of the KV pool that it writes and reads
+
+    @property
+    def qk_gain(self) -> torch.Tensor | None:
+        """[H + G, D], with a QK norm."""
+        return torch.stack(self.qk_gains) if self.qk_gains else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +102,53 @@ def match(model: Transformer) -> DecodeStep:
     with torch.inference_mode(False), torch.no_grad():  # inference mode does not decompose `reshape` and similar ops
         copied = _MetaCopy(model)
         return [_Matcher(copied, S).step() for S in (1, 3)][-1]
+
+
+class KeptMatch:
+    """Matches a model once, and again only if the shapes of its tensors have changed; `step` has the tensors that the
+    model has now. Between, no tensor is kept: a place in the list of the model's tensors stands for each."""
+
+    def __init__(self) -> None:
+        self._shapes: list[tuple[Any, ...]] | None = None
+        self._step: DecodeStep | Mismatch
+
+    def step(self, model: Transformer) -> DecodeStep:
+        tensors = _tensors(model)
+        if (shapes := [(t.shape, t.stride(), t.dtype) for t in tensors]) != self._shapes:
+            try:
+                found = match(model)
+                places = {(t.data_ptr(), t.shape): _Place(i) for i, t in enumerate(tensors)}
+                self._step = _each_tensor(found, lambda t: places.get((t.data_ptr(), t.shape), t))
+            except Mismatch as error:
+                self._step = Mismatch(*error.args)  # without the frames, which hold the weights
+            self._shapes = shapes
+        if isinstance(self._step, Mismatch):
+            raise self._step
+        step: DecodeStep = _each_tensor(self._step, lambda x: tensors[x.number] if isinstance(x, _Place) else x)
+        return step
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor of the model."""
+
+    number: int
+
+
+def _tensors(model: Transformer) -> list[torch.Tensor]:
+    own = (*model.parameters(), *model.buffers(), *model.positions.tables(torch.device("cpu")))
+    return [t.detach() for t in own]
+
+
+def _each_tensor(x: Any, change: Callable[[Any], Any]) -> Any:
+    """`x` with `change` applied to every tensor, or place of one, inside its tuples, lists and fields."""
+    if isinstance(x, torch.Tensor | _Place):
+        return change(x)
+    if isinstance(x, DecodeStep):
+        return replace(x, **{f.name: _each_tensor(getattr(x, f.name), change) for f in fields(x)})
+    if isinstance(x, tuple | list):
+        inner = [_each_tensor(value, change) for value in x]
+        return type(x)(*inner) if hasattr(x, "_fields") else type(x)(inner)
+    return x
 
 
 class _MetaCopy:
@@ -206,8 +258,8 @@ class _Matcher:
         (H, D), G = rows[0].shape, len(rows[1])
         tables = heads.rope_tables
         self.constant(num_heads=H, num_key_heads=G, head_dim=D, scale=a["scale"] or D**-0.5, rope_tables=tables)
-        gain = None if heads.gains is None else torch.stack([heads.gains[0]] * H + [heads.gains[1]] * G)
-        layer = {"qkv_rows": torch.cat(rows).flatten(), "qk_gain": gain, "window": a["window"], "cache": cache}
+        gains = () if heads.gains is None else (heads.gains[0],) * H + (heads.gains[1],) * G
+        layer = {"qkv_rows": torch.cat(rows).flatten(), "qk_gains": gains, "window": a["window"], "cache": cache}
         return products[0], layer
 
     def fused_heads(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> Heads:
