@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.nn.change import override, place
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.nn.moe import MoE
@@ -45,10 +46,10 @@ def expert_parallel(model: Transformer, mesh: Mesh) -> dict[str, Placement]:
     places = placements([name for name, _ in model.named_parameters()], EXPERTS, model.config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.data = places[name].cut(p.data, mesh.coordinate("ep"), mesh.size("ep")).clone()
+            place(p, places[name].cut(p.data, mesh.coordinate("ep"), mesh.size("ep")).clone())
     for layer in model.modules():
         if isinstance(layer, MoE):
-            layer.visit = _Visit(layer, mesh)  # type: ignore[method-assign]
+            override(layer, visit=_Visit(layer, mesh))
     return places
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bagu.nn.change import around, place
 from bagu.nn.config import Alibi, ModelConfig
 from bagu.nn.model import Embedding, Transformer
 from bagu.nn.positions import RopeEncoding, Signals
@@ -43,15 +44,15 @@ def divide(model: Transformer, mesh: Mesh) -> dict[str, Placement]:
     places = placements([name for name, _ in model.named_parameters()], TENSOR, config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.data = places[name].cut(p.data, rank, ranks).clone()
+            place(p, places[name].cut(p.data, rank, ranks).clone())
 
     def summed(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         all_reduce(mesh, out if isinstance(out, torch.Tensor) else out[0], "tp")  # in place
         return out
 
     for block in divide_heads(model, ranks):
-        block.attention.register_forward_hook(summed)
-        block.ffn.register_forward_hook(summed)
+        around(block.attention, after=summed)
+        around(block.ffn, after=summed)
     start, _ = vocab_range(config.vocab_size, rank, ranks)
     model.embedding = RowsEmbedding(model.embedding.weight, start, mesh)
     _divide_positions(model.positions, config, rank, ranks)

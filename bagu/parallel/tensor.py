@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from bagu.errors import ArgumentError
 from bagu.nn.attention import Attention
 from bagu.nn.block import Block
+from bagu.nn.change import around, override, place
 from bagu.nn.config import Alibi, ModelConfig
 from bagu.nn.model import Embedding, Output, Transformer
 from bagu.nn.moe import Routing
@@ -78,7 +79,7 @@ def tensor_parallel(model: Transformer, mesh: Mesh, skip: Collection[str] = ()) 
         for name, p in model.named_parameters():
             if name in skip:
                 continue
-            p.data = places[name].cut(p.data, rank, ranks).clone()
+            place(p, places[name].cut(p.data, rank, ranks).clone())
             if isinstance(places[name], First) and rank:
                 p.requires_grad_(False)  # a zero that stays zero: rank 0 adds the bias
     for block in divide_heads(model, ranks):
@@ -114,8 +115,7 @@ def _exchange_tokens(module: nn.Module, mesh: Mesh) -> None:
         aux = None if routing.aux_loss is None else share_gradient(routing.aux_loss, mesh.size("tp"))
         return scatter_sum(y, mesh, "tp"), Routing(aux, routing.load)
 
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after)
+    around(module, before=before, after=after)
 
 
 class VocabEmbedding(Embedding):
@@ -144,15 +144,15 @@ def _divide_ends(model: Any, mesh: Mesh) -> None:
         start, _ = vocab_range(config.vocab_size, rank, ranks)
         model.embedding = VocabEmbedding(model.embedding.weight, start, mesh)
     if model.token_types is not None:
-        model.token_types.register_forward_pre_hook(lambda _, args: (own(args[0]),))
+        around(model.token_types, before=lambda _, args: (own(args[0]),))
     positions: Any = model.positions
     if isinstance(positions, RopeEncoding) and positions.num_groups is not None:
         positions.num_groups //= ranks
     # Embeddings are of this rank's tokens, and attention has all tokens of this rank's heads.
     embed, signals = positions.embed, positions.signals
-    positions.embed = lambda x, at: embed(x, own(at))
+    override(positions, embed=lambda x, at: embed(x, own(at)))
     if isinstance(config.positions, Alibi):
-        positions.signals = lambda at: Signals(slopes=own(signals(at).slopes))
+        override(positions, signals=lambda at: Signals(slopes=own(signals(at).slopes)))
 
     def gather_hidden(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         if isinstance(out, Output):
@@ -161,7 +161,7 @@ def _divide_ends(model: Any, mesh: Mesh) -> None:
         return hidden if model.score is None else share_gradient(hidden, ranks)  # each rank computes every score
 
     if getattr(model, "is_last", True):  # a Transformer, or the last stage of one
-        model.register_forward_hook(gather_hidden)
+        around(model, after=gather_hidden)
 
 
 def sum_replicated(grads: Mapping[str, torch.Tensor], places: Mapping[str, Placement], mesh: Mesh) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bagu.nn.change import around
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import Bucket
 from bagu.parallel.mesh import Mesh
@@ -103,12 +104,9 @@ class GatherOnUse:
     ) -> None:
         """`units[0]` are those of the root, `units[i + 1]` those of block i."""
         self.root, self.blocks, self.master = units[0], units[1:], master
-        self._handles = [model.register_forward_pre_hook(lambda *_: self._use(self.root))]
+        self._handles = around(model, before=lambda *_: self._use(self.root))
         for number, block in enumerate(blocks):
-            self._handles += [
-                block.register_forward_pre_hook(self._before(number)),
-                block.register_forward_hook(self._after(number)),
-            ]
+            self._handles += around(block, before=self._before(number), after=self._after(number))
 
     def _use(self, units: Iterable[Unit], then: Iterable[Unit] = ()) -> None:
         """Have `units` gathered, and start to gather those that are used next."""

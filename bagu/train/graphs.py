@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from bagu.nn.change import running_as
 from bagu.nn.config import Alibi, ModelConfig, T5Relative
 from bagu.nn.kv import KV
 from bagu.nn.model import Output, Transformer
@@ -44,11 +45,8 @@ def can_capture(config: ModelConfig, dtype: torch.dtype) -> bool:
 @contextmanager
 def captured(model: Transformer) -> Iterator[None]:
     """Inside, training batches run as CUDA graphs of the model."""
-    model.forward = _Graphs(model)  # type: ignore[method-assign]
-    try:
+    with running_as(model, _Graphs(model)):
         yield
-    finally:
-        del model.forward  # the attribute of the instance; the method of the class is visible again
 
 
 class _Graphs:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bagu.errors import BackendError, BaguError
 from bagu.machine import device as machine
+from bagu.nn.change import running_as
 from bagu.nn.model import Transformer
 from bagu.train.graphs import can_capture, captured
 from bagu.train.state import Recompute, TrainConfig
@@ -97,13 +98,10 @@ def _recomputing(blocks: list[nn.Module], how: Recompute) -> Iterator[None]:
 
         return run
 
-    for block in blocks:
-        block.forward = recomputed(block.forward)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for block in blocks:
-            del block.forward  # deletes the instance attribute, so that the class's forward is used again
+            stack.enter_context(running_as(block, recomputed(block.forward)))
+        yield
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

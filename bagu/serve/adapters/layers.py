@@ -13,7 +13,6 @@ Dims: T = tokens, K = inputs, N = outputs, L = slots, R = rank.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.nn.change import with_modules
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
@@ -147,13 +147,10 @@ class AdapterWeights:
     def wrap(self, model: Transformer) -> Transformer:
         """A copy of `model`, whose linear layers may be quantized, with these layers around its own."""
 
-        def copied(module: nn.Module, name: str) -> nn.Module:
-            if name in self.layers:
-                layer = self.layers[name]
+        def around(name: str, module: nn.Module) -> nn.Module | None:
+            layer = self.layers.get(name)
+            if layer is not None:
                 layer.base = module
-                return layer
-            twin, prefix = copy.copy(module), f"{name}." if name else ""
-            twin._modules = {n: None if m is None else copied(m, prefix + n) for n, m in module._modules.items()}
-            return twin
+            return layer
 
-        return copied(model, "")  # type: ignore[return-value]
+        return with_modules(model, around)

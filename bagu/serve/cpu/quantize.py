@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from bagu.errors import BackendError
+from bagu.nn.change import with_modules
 from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.serve.cpu.compiled import PackedLinear, has_int8_dot
@@ -165,12 +166,4 @@ def with_weight(linear: Linear, weight: torch.Tensor) -> Linear:
 
 def replace_linears(model: Transformer, make: Callable[[Linear], nn.Module]) -> Transformer:
     """A copy of the model that shares all modules except the linear layers that `make` replaces."""
-
-    def copied(module: nn.Module) -> nn.Module:
-        if isinstance(module, Linear):
-            return make(module)
-        twin = copy.copy(module)
-        twin._modules = {name: None if m is None else copied(m) for name, m in module._modules.items()}
-        return twin
-
-    return copied(model)  # type: ignore[return-value]
+    return with_modules(model, lambda _, module: make(module) if isinstance(module, Linear) else None)

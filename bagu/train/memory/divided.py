@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bagu.nn.change import place
 from bagu.nn.model import Transformer
 from bagu.nn.moe import MoE
 from bagu.parallel.context import Method, part_tokens, split_batch
@@ -62,12 +63,12 @@ class DividedModel:
         """Free the memory of the whole model. Called after the flat buffers have taken the trained parameters."""
         for p in self.local.parameters():
             if not p.requires_grad:
-                p.data = p.data.clone()
+                place(p, p.data.clone())
         self._free()
 
     def _free(self) -> None:
         for p in self.whole.parameters():
-            p.data = p.data.new_empty(0)
+            place(p, p.data.new_empty(0))
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class DividedModel:
         """Give the whole model its current values. Every rank calls it."""
         mine = self.local.state_dict()
         for name, p in self.whole.named_parameters():
-            p.data = self.parallel.whole_of(name, mine.get(name)).clone()
+            place(p, self.parallel.whole_of(name, mine.get(name)).clone())
         for name, b in buffers_of(self.whole).items():
             b.copy_(self.parallel.whole_of(name, mine.get(name)))
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from bagu.errors import BaguError
+from bagu.nn.change import place
 from bagu.nn.linear import Linear
 from bagu.nn.moe import MoE
 from bagu.parallel.mesh import Mesh
@@ -195,7 +196,7 @@ class FlatParameters:
         with torch.no_grad():
             for slot in segment.slots:
                 slot.of(self.master).copy_(slot.parameter)
-                slot.parameter.data = slot.of(self.master) if compute is None else slot.of(compute, segment.start)
+                place(slot.parameter, slot.of(self.master) if compute is None else slot.of(compute, segment.start))
         if compute is not None:
             compute.copy_(segment.of(self.master))
         return compute

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from bagu.nn.change import place
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
@@ -139,7 +140,7 @@ class ShardedParameters:
                 slot = self.slots[index]
                 view = slot.of(unit.full, unit.start)
                 view.copy_(slot.parameter)
-                slot.parameter.data = view
+                place(slot.parameter, view)
             self.master[unit.local : unit.local + unit.part_size].copy_(unit.part_of(unit.full))
 
     def _pieces(self, unit: Unit) -> list[Piece]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from bagu.config import ConfigError
+from bagu.nn.change import attach, detach
 from bagu.nn.config import ModelConfig
 from bagu.nn.model import Transformer
 from bagu.nn.score import with_score_head
@@ -102,7 +103,7 @@ class ProximalPolicy(PolicyObjective):
         return ProximalPolicyLoss(self, model, auxiliary.get("critic"))
 
     def finish(self, model: Transformer) -> None:
-        del model._modules["critic"]
+        detach(model, "critic")
 
     def display(self) -> Display:
         common = super().display()
@@ -125,7 +126,7 @@ class ProximalPolicyLoss(PolicyLoss):
         super().__init__(config, model)  # takes the reference, before the critic is attached
         self.beta = config.kl
         self.critic = critic_of(model) if critic is None else critic.requires_grad_(True)
-        model.add_module("critic", self.critic)
+        attach(model, "critic", self.critic)
 
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
