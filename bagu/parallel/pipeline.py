@@ -9,7 +9,7 @@
 for p ranks and m micro-batches (https://arxiv.org/abs/1811.06965, 2104.04473, 2401.10241). A boundary costs one tensor
 [T, D] per micro-batch and direction; under tensor parallelism each rank sends its T / t tokens only.
 
-    modules = cut_model(model, mesh, schedule="1f1b", context=2048)
+    modules = build(model, cut(costs(config, context), stages), mine)         parallel/stages.py, this rank's
     for module in modules.values(): tensor_parallel(module, …)                if there is tp
     pipeline = Pipeline(modules, mesh, schedule="1f1b", micro_batches=8, tokens=T)
     part = pipeline.step(batches, loss)                                       the loss is the sum of `part` over pp
@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.nn.model import Transformer
 from bagu.parallel.actions import KINDS, Action
 from bagu.parallel.mesh import Mesh
-from bagu.parallel.stages import Stage, build, costs, cut
+from bagu.parallel.stages import Stage
 from bagu.types import Batch
 
 if TYPE_CHECKING:
@@ -59,15 +58,6 @@ def check_micro_batches(schedule: Schedule, micro_batches: int, ranks: int) -> N
             f"{micro_batches} micro-batches for an interleaved pipeline of {ranks} ranks",
             hint=f"use a multiple of {ranks} micro-batches",
         )
-
-
-def cut_model(
-    model: Transformer, mesh: Mesh, *, schedule: Schedule, context: int, per_rank: int = 2
-) -> dict[int, Stage]:
-    """This rank's stages, by number. Stages have about equal cost on documents of `context` tokens."""
-    ranks = mesh.size("pp")
-    mine = stages_of(schedule, mesh.coordinate("pp"), ranks, per_rank)
-    return build(model, cut(costs(model.config, context), ranks * len(mine)), mine)
 
 
 class Pipeline:

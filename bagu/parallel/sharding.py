@@ -7,7 +7,7 @@
 `TENSOR` divides the inside of attention and of the feed-forward network (https://arxiv.org/abs/1909.08053): qkv and
 gate_up by their outputs, out and down by their inputs, and the vocabulary. `EXPERTS` divides experts. A name that no
 row matches is replicated. Names of the form of `blocks.3.ffn.down.weight` are the same on one rank and on many, so a
-checkpoint has full tensors and does not depend on the number of ranks: `shard` cuts it, `unshard` joins it again.
+checkpoint has full tensors and does not depend on the number of ranks: a `Placement` cuts and joins them.
 """
 
 from __future__ import annotations
@@ -88,18 +88,6 @@ def placements(names: Sequence[str], table: Table, config: ModelConfig) -> dict[
         rows += T5 if isinstance(config.positions, T5Relative) else ()
         rows.append((r".*\.ffn\.into_bias", Split(1, blocks=2 if config.gated else 1)))
     return {name: next((p for pattern, p in rows if re.fullmatch(pattern, name)), Replicated()) for name in names}
-
-
-def shard(
-    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], rank: int, ranks: int
-) -> dict[str, torch.Tensor]:
-    """The part of a full state dict that belongs to `rank`, as copies."""
-    return {name: places.get(name, Replicated()).cut(x, rank, ranks).clone() for name, x in state.items()}
-
-
-def unshard(states: Sequence[Mapping[str, torch.Tensor]], places: Mapping[str, Placement]) -> dict[str, torch.Tensor]:
-    """The full state dict from the parts of all ranks, in rank order: the inverse of `shard`."""
-    return {name: places[name].join([state[name] for state in states]) for name in states[0]}
 
 
 def gather_full(

@@ -14,7 +14,7 @@ from bagu.errors import ArgumentError
 from bagu.nn.choices import MoEConfig
 from bagu.nn.moe import Router
 from bagu.parallel.expert import check_expert_parallel, expert_parallel
-from bagu.parallel.sharding import EXPERTS, Replicated, gather_full, placements, shard, unshard
+from bagu.parallel.sharding import EXPERTS, Replicated, gather_full, placements
 
 MODELS: dict[str, dict[str, Any]] = {
     "softmax": {"moe": MoEConfig(num_experts=8, top_k=2, expert_size=8, num_shared=1, aux_weight=0.1)},
@@ -76,7 +76,7 @@ def test_experts_are_cut_and_joined_again() -> None:
     config = config_of(**MODELS["softmax"])
     state = dict(model_of(config).named_parameters())
     places = placements(list(state), EXPERTS, config)
-    parts = [shard(state, places, rank, 4) for rank in range(4)]
+    parts = [{n: places[n].cut(x, rank, 4) for n, x in state.items()} for rank in range(4)]
     assert parts[0]["blocks.0.ffn.down"].shape[0] == 2 and len(parts[0]["blocks.0.ffn.shared.down.weight"]) == 24
-    joined = unshard(parts, places)
+    joined = {n: places[n].join([part[n] for part in parts]) for n in state}
     assert all(torch.equal(joined[n], state[n]) for n in state)

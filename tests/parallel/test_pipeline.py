@@ -35,11 +35,10 @@ from bagu.parallel.pipeline import (
     Schedule,
     bubble,
     check_micro_batches,
-    cut_model,
     stages_of,
 )
 from bagu.parallel.spread import sum_ends
-from bagu.parallel.stages import Costs, Stage, costs, cut
+from bagu.parallel.stages import Costs, Stage, build, costs, cut
 from bagu.types import Batch
 
 LENGTHS = ((9, 1, 6), (16,), (8, 8), (3, 5, 8))  # of the documents of each micro-batch
@@ -85,7 +84,8 @@ def compare(name: str, schedules: Sequence[Schedule]) -> dict[Schedule, Result]:
     results = {}
     for schedule in schedules:
         mesh = open_cpu(pp=dist.get_world_size())
-        modules = cut_model(model_of(config), mesh, schedule=schedule, context=16)
+        mine = stages_of(schedule, mesh.coordinate("pp"), mesh.size("pp"), 2)
+        modules = build(model_of(config), cut(costs(config, 16), mesh.size("pp") * len(mine)), mine)
         pipeline = Pipeline(modules, mesh, schedule=schedule, micro_batches=len(batches), tokens=16)
         loss = pipeline_step(pipeline, batches)
         found = {n: g for m in modules.values() for n, g in gradients(m).items()}

@@ -29,7 +29,7 @@ from bagu.nn.choices import MLAConfig, MoEConfig, NormConfig
 from bagu.nn.lora import add_lora
 from bagu.nn.position_choices import Alibi, Learned, Sinusoidal, T5Relative
 from bagu.ops.catalogue import SPECS
-from bagu.parallel.sharding import TENSOR, Split, gather_full, placements, shard, unshard
+from bagu.parallel.sharding import TENSOR, Split, gather_full, placements
 from bagu.parallel.tensor import check_tensor_parallel, sum_replicated, tensor_parallel
 from bagu.parallel.traffic import Tally
 from bagu.parallel.vocab_loss import vocab_cross_entropy
@@ -125,8 +125,8 @@ def test_other_heads_and_adapters_have_the_gradients_of_one_process(two: Ranks, 
 def test_a_state_dict_is_cut_and_joined_again(name: str) -> None:
     state = dict(model_of(config_of(**MODELS[name])).named_parameters())
     places = placements(list(state), TENSOR, config_of(**MODELS[name]))
-    parts = [shard(state, places, rank, 4) for rank in range(4)]
-    joined = unshard(parts, places)
+    parts = [{n: places[n].cut(x, rank, 4) for n, x in state.items()} for rank in range(4)]
+    joined = {n: places[n].join([part[n] for part in parts]) for n in state}
     assert joined.keys() == state.keys() and all(torch.equal(joined[n], state[n]) for n in state)
     divided = [n for n in state if isinstance(places[n], Split)]
     assert all(sum(p[n].numel() for p in parts) == state[n].numel() for n in divided)

@@ -53,7 +53,7 @@ def divergence_loss(
     """
     wants = [torch.is_grad_enabled() and t.requires_grad for t in student]
     rule = {"forward": _forward, "reverse": _reverse, "jsd": partial(_jsd, beta)}[kind]
-    return _Loss.apply(*student, *teacher, token_weights, rule, temperature, memory, *wants)
+    return _Loss.apply(*student, *teacher, token_weights, rule, temperature, memory, (wants[0], wants[1]))
 
 
 def _forward(p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,8 +79,9 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor,
         teacher_weight: torch.Tensor, token_weights: torch.Tensor, rule: Rule, temperature: float, memory: int | None,
-        grad_hidden: bool, grad_weight: bool,
+        wants: tuple[bool, bool],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        grad_hidden, grad_weight = wants
         dtype, V, acc = hidden.dtype, weight.shape[0], accumulator(hidden.dtype)
         h, w, th, tw = (operand(x, dtype) for x in (hidden, weight, teacher_hidden, teacher_weight))
         spans = chunks(h.shape[0], V, 2 * acc.itemsize, memory, h.device)  # two models: two rows of logits a token
@@ -108,4 +109,4 @@ class _Loss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = (None if g is None else (g.to(dloss.dtype) * dloss).to(g.dtype) for g in ctx.saved_tensors)
-        return *scaled, *(None,) * 8
+        return *scaled, *(None,) * 7
