@@ -138,9 +138,9 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         return 130 if done.fit.interrupted else 0
     report = _report(run, done)
     again = f"bagu train --resume --out {out}"
-    state = (
-        f"stopped after {done.fit.step} of {run.train.steps} steps; go on: {again}" if done.fit.interrupted else "done"
-    )
+    steps = f"{done.fit.step} of {run.train.steps} steps"
+    early = "" if done.fit.step == run.train.steps else f" after {steps}: the reward has reached objective.stop_reward"
+    state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
     console.print(f"{state}\nmodel: {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
     return 130 if done.fit.interrupted else 0
 

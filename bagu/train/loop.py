@@ -87,7 +87,7 @@ def fit(
     mesh: Mesh | None = None,
     timeline: bool = False,
 ) -> FitResult:
-    """Train `model` in place until `config.steps` updates are done, or Ctrl-C.
+    """Train `model` in place until `config.steps` updates are done, the loss has `ended`, or Ctrl-C.
 
     With a `mesh`, every rank calls it with the same arguments. Rank 0 alone notifies observers and calls `begin`; every
     rank evaluates and samples, because divided parameters are gathered by all ranks together. After the run each rank
@@ -111,7 +111,7 @@ def fit(
     with run, prepared(state.model, config, state.device), Interrupt() as interrupt:
         run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
-        while state.step < stop and not _stopping(state, interrupt):
+        while state.step < stop and not _stopping(state, interrupt) and state.loss.ended is None:
             meters.start()
             batches = run.next_batches()
             meters.data_arrived()
@@ -122,7 +122,7 @@ def fit(
                 run.skip(result)
                 continue
             row = meters.row(result)
-            last = state.step == config.steps
+            last = state.step == config.steps or state.loss.ended is not None
             if evaluate is not None and _due(config.eval_every, state.step, last):
                 with state.whole_model() as whole, _inference(whole):
                     row |= evaluate(whole)
@@ -139,6 +139,8 @@ def fit(
             run.interrupted(row)
         elif state.step < config.steps:
             run.save_rest(row)
+            if state.loss.ended is not None:
+                run.notify("on_event", "ended_early", state.step, **state.loss.ended)
         actions = [] if state.divided is None else state.divided.timeline()
     return FitResult(
         step=state.step, interrupted=_stopping(state, interrupt), metrics=row, checkpoint=run.checkpoint,

@@ -116,6 +116,14 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
     def updated(self, metrics: Mapping[str, float | None]) -> None:
         """Called after each update of the weights with the step's metrics, for a loss that adapts to them."""
 
+    def stepped(self, metrics: Mapping[str, float | None]) -> None:
+        """Called after each step that counts, also an idle one, with its metrics."""
+
+    @property
+    def ended(self) -> Mapping[str, float | int] | None:
+        """Why the run ends before its last step, as facts of an event; None: it goes on. A function of `state`."""
+        return None
+
     def state(self) -> dict[str, Any]:
         """The state of this loss between steps, as JSON. Checkpoints contain it."""
         return {}

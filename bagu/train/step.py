@@ -58,6 +58,7 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
             balanced = state.model if state.divided is None else state.divided
             balanced.update_balance(_expert_load(state.mesh, parts))
         state.loss.updated(metrics)
+        state.loss.stepped(metrics)
         state.step += 1
     state.data_step += 1
     return StepResult(loss=loss, metrics=metrics, grad_norm=grad_norm, lr=lr, totals=totals, skipped=skipped)
@@ -89,6 +90,7 @@ def _idle(state: TrainState, totals: Totals, lr: float) -> StepResult:
     state.step += 1
     state.data_step += 1
     metrics = state.loss.metrics(0.0, {}, totals)
+    state.loss.stepped(metrics)
     return StepResult(loss=0.0, metrics=metrics, grad_norm=0.0, lr=lr, totals=totals, skipped=None)
 
 

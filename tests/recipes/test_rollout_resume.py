@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,3 +64,26 @@ def test_killed_inside_a_rollout_it_ends_with_the_same_bits(tmp_path: Path, kind
         train(folder, OBJECTIVES[kind], OPTIONS, resume=resume)
     assert outcome(killed) == outcome(whole)
     assert [row["step"] for row in RunFolder(killed).metrics()] == list(range(STEPS))
+
+
+def test_a_run_ends_by_its_reward_and_a_resume_ends_there_too(tmp_path: Path) -> None:
+    """The share of c is about 1/8 at first: two rollouts of 0.05 or more, of four steps each, end the run early."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    objective = GroupRelative(stop_reward=0.05, stop_rollouts=2, **SHAPE)
+    options = {**OPTIONS, "steps": 40, "save_every": 2}
+    train(whole, objective, options, resume=False)
+    ended = [row["step"] for row in RunFolder(whole).metrics()][-1] + 1
+    (event,) = (e for e in RunFolder(whole).events() if e["kind"] == "ended_early")
+    assert ended == event["step"] < 40 and event["rollouts"] == 2 and event["reward_mean"] >= 0.05
+    last = checkpoint.checkpoints(whole / "checkpoints")[-1]
+    assert checkpoint.state_of(last)["step"] == ended
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / last.name)
+    for folder in (again, whole):  # from the checkpoint before, and from the end
+        train(folder, objective, options, resume=True)
+    rows = [[r["step"] for r in RunFolder(folder).metrics()] for folder in (whole, again)]
+    assert rows[0] == rows[1] == list(range(ended))
+    other = again / "checkpoints" / last.name
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (other / name).read_bytes() == (last / name).read_bytes()
+    assert checkpoint.state_of(other)["loss"] == checkpoint.state_of(last)["loss"]

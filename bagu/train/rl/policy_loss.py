@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +57,7 @@ class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
     def __init__(self, config: PolicyObjective, model: Transformer) -> None:
         self.config = config
         self.reference = Reference.of(model) if config.kl > 0 else None
+        self._recent: list[float] = []  # the means of the last rollouts, for `stop_reward`
 
     # --- a rollout ----------------------------------------------------------------------------------------------------
 
@@ -166,6 +167,25 @@ class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
         if "kl" in sums:
             values["kl_nats"] = sums["kl"]
         return values
+
+    def stepped(self, metrics: Mapping[str, float | None]) -> None:
+        """Only the first step of a rollout has its reward."""
+        reward = metrics.get("reward_mean")
+        if self.config.stop_reward is not None and reward is not None:
+            self._recent = [*self._recent, reward][-self.config.stop_rollouts :]
+
+    @property
+    def ended(self) -> Mapping[str, float | int] | None:
+        wanted, recent = self.config.stop_reward, self._recent
+        if wanted is None or len(recent) < self.config.stop_rollouts or sum(recent) / len(recent) < wanted:
+            return None
+        return {"reward_mean": sum(recent) / len(recent), "rollouts": len(recent), "stop_reward": wanted}
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.config.stop_reward is None else {"rewards": self._recent}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._recent = list(state.get("rewards", ()))[-self.config.stop_rollouts :]
 
     def evaluate(self, model: Transformer, batches: Iterable[RolloutBatch]) -> Metrics:
         """The metrics of answers to held-out prompts."""

@@ -32,6 +32,8 @@ class PolicyObjective(PromptObjective):
     `kl` is the coefficient of the KL to the initial policy, by the estimator `kl_estimator`; 0 needs no reference.
     `normalization` is the weight of a token: by token, sequence, or fixed length (see `token_weights`). If nothing can
     be learned from a rollout, other prompts are drawn, at most `max_draws` times in all.
+
+    The run ends once the mean reward of the last `stop_rollouts` rollouts is `stop_reward` or more; null never ends it.
     """
 
     reward: str = ""
@@ -49,10 +51,12 @@ class PolicyObjective(PromptObjective):
     kl_estimator: Estimator = "k3"
     normalization: Normalization = "token"
     max_draws: int = 4
+    stop_reward: float | None = None
+    stop_rollouts: int = 10
     invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "samples", "max_tokens", "epochs", "minibatches", "max_draws"):
+        for name in ("prompts", "samples", "max_tokens", "epochs", "minibatches", "max_draws", "stop_rollouts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}", hint="at least 1")
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:

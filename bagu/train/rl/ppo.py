@@ -204,9 +204,10 @@ class ProximalPolicyLoss(PolicyLoss):
             self.beta = adapted_coefficient(self.beta, kl, target)
 
     def state(self) -> dict[str, Any]:
-        return {"beta": self.beta}
+        return {**super().state(), "beta": self.beta}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
         self.beta = state["beta"]
 
 
