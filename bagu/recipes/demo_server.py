@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,11 +35,12 @@ def running_server(model: Path | str, *options: str) -> Iterator[str]:
     """Start `bagu serve` for `model` with these options on a free local port, yield its URL, and stop it when the block
     ends, also by SIGTERM."""
     command = [sys.executable, "-m", "bagu", "serve", str(model), "--port", "0", "--shutdown-timeout", "5", *options]
-    with tempfile.TemporaryDirectory() as folder, _exit_on_sigterm():
+    with tempfile.TemporaryDirectory() as folder, _exit_on_sigterm() as may_exit:
         log = Path(folder) / "output"  # a file: a pipe that nobody reads would fill, and block the server
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
+            may_exit()
             yield _wait_until_ready(process, log)
         finally:
             process.terminate()
@@ -53,18 +54,30 @@ def running_server(model: Path | str, *options: str) -> Iterator[str]:
 
 
 @contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit in the main thread on SIGTERM. Its default action ends the process without `finally` blocks."""
+def _exit_on_sigterm() -> Iterator[Callable[[], None]]:
+    """Raise SystemExit in the main thread on SIGTERM, but not before the function that this yields was called: an
+    exception inside Popen would lose the process that it started. The default action of SIGTERM ends the process
+    without `finally` blocks."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
-        yield
+        yield lambda: None
         return
+    ready, came = False, 0
 
     def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)  # the status that shells report for the signal
+        nonlocal came
+        came = number
+        if ready:
+            raise SystemExit(128 + number)  # the status that shells report for the signal
+
+    def may_exit() -> None:
+        nonlocal ready
+        ready = True
+        if came:
+            raise SystemExit(128 + came)
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        yield may_exit
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -6,17 +6,26 @@ The search follows the measured times, so the tests do not depend on which point
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from test_bench_serve import other_server
 
 from bagu.bench.tune import serve
 from bagu.bench.tune.roofline import Roofline
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
+from bagu.nn.config import ModelConfig
+from bagu.nn.init import init_weights
+from bagu.nn.model import Transformer
+from bagu.recipes.models import save_model
 from bagu.runs.record import read_rows
 
 ROOFLINE = Roofline(parameters=10**7, kv_bytes=1024, itemsize=4, bandwidth=1e10, rate=1e11, threads=2)
@@ -96,3 +105,33 @@ def test_limits_that_nothing_meets_are_reported(tmp_path: Path) -> None:
 
     status, said = run(tmp_path, start, ttft=1e-6, space=[*SPACE, "quantization=none"])
     assert status == 1 and "no request of the winner met the limits" in said
+
+
+# SIGTERM arrives while Popen starts the server: the moment at which nothing refers to it yet
+TUNE = """
+import os, signal, subprocess, sys
+class Popen(subprocess.Popen):
+    def __init__(self, command, **more):
+        super().__init__(command, **more)
+        if "serve" in command:
+            print(self.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+subprocess.Popen = Popen
+from bagu.cli import main
+main(["tune", "serve", sys.argv[1], "--ttft", "1s", "--out", sys.argv[2], *sys.argv[3:]])
+"""
+
+
+def test_sigterm_while_a_server_starts_ends_the_server_too(tmp_path: Path) -> None:
+    tokenizer = BpeTokenizer.train(["hello world "] * 4, vocab_size=262)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+        intermediate_size=48, max_len=300,
+    )  # fmt: skip
+    save_model(init_weights(Transformer(config, dtype=torch.float32), 0), tokenizer, tmp_path / "model")
+    command = [sys.executable, "-c", TUNE, str(tmp_path / "model"), str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    server = next(int(line) for line in ended.stdout.splitlines() if line.isdecimal())
+    assert ended.returncode == 128 + 15, ended.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
