@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from bagu.bench.engine import SHAPES
-from bagu.bench.harness import RESULTS, Rows, table
+from bagu.bench.harness import Place, Rows, table
+from bagu.bench.options import BenchSetting, ConstrainedBench
 from bagu.bench.words import WordTokenizer
 from bagu.bench.workload import Lengths, random_workload
 from bagu.data.stdlib import StdlibSource
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.machine.device import named_device, named_dtype
-from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
@@ -78,48 +77,33 @@ class Pair:
 
 
 def main(
-    shape: str | None = None,
-    *,
-    load: Callable[[], tuple[Transformer, Tokenizer, Any]] | None = None,
-    name: str | None = None,
-    schema: Path | None = None,
-    streams: int = 32,
-    prompt: int = 64,
-    max_tokens: int = 1024,
-    temperature: float = 1.0,
-    rounds: int = 5,
-    threads: int | None = None,
-    quantization: str | None = None,
-    invariant: bool = False,
-    dtype: str | None = None,
-    device: str | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
+    given: ConstrainedBench, setting: BenchSetting, *, load: Callable[[], tuple[Transformer, Tokenizer, Any]] | None
 ) -> int:
-    """Time `rounds` pairs after some that warm up; print a table and append a row to `out`. Returns 1 if an output is
-    not valid."""
+    """Time `rounds` pairs after some that warm up; print a table and append a row to the record. Returns 1 if an
+    output is not valid. The model is that of `load`, or the shape with random weights."""
+    streams, rounds, prompt, max_tokens = given.streams, given.rounds, given.prompt, given.max_tokens
     if streams < 1 or rounds < 1 or prompt < 1 or max_tokens < 2:
         raise ArgumentError(
             f"{streams} streams, {rounds} rounds, prompt {prompt}, max_tokens {max_tokens}", hint="use 1 or more"
         )
-    rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
-    where = named_device(device)
-    shape = shape or ("qwen3_0_6b" if where.type == "cuda" else "cpu_8m")
-    as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
-    model, tokenizer, name = _model(shape, load, name, where, as_dtype)
-    asked = PEOPLE if schema is None else _read(schema)
+    rows, place = Rows.of(setting, "serve"), Place.of(setting)
+    shape = given.shape or ("qwen3_0_6b" if place.on_gpu else "cpu_8m")
+    model, tokenizer, name = _model(shape, load, given.model, place.device, place.dtype)
+    asked = PEOPLE if given.schema is None else _read(given.schema)
     config = EngineConfig(
-        max_num_seqs=streams, prefix_cache=False, invariant=invariant, threads=threads,
-        max_model_len=prompt + max_tokens, quantization=quantization,  # type: ignore[arg-type]
+        max_num_seqs=streams, prefix_cache=False, invariant=given.invariant, threads=given.threads,
+        max_model_len=prompt + max_tokens, quantization=given.quantization,  # type: ignore[arg-type]
     )  # fmt: skip
     engine = Engine(model, tokenizer, config)
-    pairs = [measure_pair(engine, asked, streams, prompt, max_tokens, temperature, s) for s in range(WARM_UP + rounds)]
+    pairs = [
+        measure_pair(engine, asked, streams, prompt, max_tokens, given.temperature, s) for s in range(WARM_UP + rounds)
+    ]
     del pairs[:WARM_UP]
     check, validator = _validator(asked)
     outputs = [text for pair in pairs for text in pair.texts]
     row = {
-        "system": "constrained", "model": name, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
-        "streams": streams, "prompt": prompt, "temperature": temperature, "rounds": rounds,
+        "system": "constrained", "model": name, **place.facts, "streams": streams, "prompt": prompt,
+        "temperature": given.temperature, "rounds": rounds,
         "ratios": [pair.ratio for pair in pairs], "ratio": statistics.median(pair.ratio for pair in pairs),
         "constrained_tokens_per_s": statistics.median(p.tokens / p.constrained_s for p in pairs),
         "free_tokens_per_s": statistics.median(p.tokens / p.free_s for p in pairs),
@@ -131,7 +115,7 @@ def main(
     }  # fmt: skip
     rows.add([row])
     heads = ("decoding", "tokens/s", "of free text", "forced", "mask ms/step", "waited ms/step", "valid")
-    rows.finish(table(f"{name}, {row['dtype']}, {where}: {streams} streams, medians of {rounds} rounds", heads, [
+    rows.finish(table(f"{name}, {row['dtype']}, {place.device}: {streams} streams, medians of {rounds} rounds", heads, [
         ("free text", f"{row['free_tokens_per_s']:,.0f}", "1.000", "–", "–", "–", "–"),
         (
             "JSON schema", f"{row['constrained_tokens_per_s']:,.0f}", f"{row['ratio']:.3f}",

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,12 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
-from bagu.bench.harness import RESULTS, Rows, table, time_steps
+from bagu.bench.harness import Place, Rows, table, time_steps
+from bagu.bench.options import BenchSetting, DpoBench
 from bagu.bench.train_peers import llama_config
 from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.errors import ArgumentError, UnknownName
-from bagu.machine.device import named_device, named_dtype
-from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -135,44 +133,30 @@ def _padded(sequences: Sequence[Tokens], device: torch.device) -> list[tuple[tor
     return [tuple(x[i : i + rows].to(device) for x in (ids, there, answer)) for i in range(0, len(sequences), rows)]
 
 
-def main(
-    shape: str | None = None,
-    *,
-    peers: Sequence[str] = (),
-    pairs: int | None = None,
-    prompt: int | None = None,
-    answer: int | None = None,
-    steps: int = 10,
-    dtype: str | None = None,
-    device: str | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Time a DPO step of bagu and of the peers on the same pairs; print a table and append the rows to `out`."""
-    where = named_device(device)
-    gpu = where.type == "cuda"
-    defaults = (32, 256, 768) if gpu else (4, 32, 96)
-    given = zip((pairs, prompt, answer), defaults, strict=True)
-    pairs, prompt, answer = (default if value is None else value for value, default in given)
+def main(given: DpoBench, setting: BenchSetting) -> int:
+    """Time a DPO step of bagu and of the peers on the same pairs; print a table and append the rows to the record."""
+    place, steps = Place.of(setting), given.steps
+    defaults = (32, 256, 768) if place.on_gpu else (4, 32, 96)
+    sizes = zip((given.pairs, given.prompt, given.answer), defaults, strict=True)
+    pairs, prompt, answer = (default if value is None else value for value, default in sizes)
     if min(pairs, prompt, answer, steps) < 1:
         raise ArgumentError(
             f"{pairs} pairs with prompts of {prompt} and answers of {answer} tokens, {steps} steps",
             hint="each must be 1 or more",
         )
-    for peer in peers:
+    for peer in given.peer:
         if peer not in PEERS:
             raise UnknownName.among("peer", peer, PEERS)
-    shape = shape or ("llama_1b" if gpu else "cpu_6m")
-    model, as_dtype = preset(shape), named_dtype(dtype) if dtype else compute_dtype(where)
-    rows = Rows(out, default=RESULTS / "dpo", as_json=as_json)
+    shape = given.shape or ("llama_1b" if place.on_gpu else "cpu_6m")
+    model, rows = preset(shape), Rows.of(setting, "dpo")
     made = random_pairs(pairs, prompt, answer, model.vocab_size)
     facts = {
-        "system": "dpo", "model": shape, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
+        "system": "dpo", "model": shape, **place.facts,
         "pairs": pairs, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": sum(len(s.ids) for s in made),
     }  # fmt: skip
-    for name in ("bagu", *peers):
+    for name in ("bagu", *given.peer):
         create = bagu_step if name == "bagu" else partial(plain_step, compiled=PEERS[name])
-        samples, peak = time_steps(partial(create, model, made, where, as_dtype), where, steps=steps)
+        samples, peak = time_steps(partial(create, model, made, place.device, place.dtype), place.device, steps=steps)
         median = statistics.median(samples)
         rows.add([{
             **facts, "implementation": name, "step_s": median, "low_s": min(samples), "high_s": max(samples),

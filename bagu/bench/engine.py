@@ -15,13 +15,12 @@ from rich.table import Table
 from bagu.bench.eager_peer import EAGER, check_eager, eager_row
 from bagu.bench.engine_peers import PEERS, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
-from bagu.bench.harness import RESULTS, Rows, check_peers, table
+from bagu.bench.harness import Place, Rows, check_peers, table
 from bagu.bench.known_text import counts_upwards
 from bagu.bench.llama_cpp_peer import LLAMA_CPP, check_llama_cpp, llama_cpp_row
+from bagu.bench.options import BenchSetting
 from bagu.bench.workload import Workload
 from bagu.errors import ArgumentError, UnknownName
-from bagu.machine.device import named_device, named_dtype
-from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
 from bagu.machine.timing import reset_device
 from bagu.nn.init import draw, init_weights
@@ -39,21 +38,11 @@ SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights:
 
 
 def main(
-    case: Case,
-    config: EngineConfig,
-    *,
-    shape: str | None = None,
-    load: Callable[[], tuple[Transformer, Any, Any]] | None = None,
-    name: str | None = None,
-    dtype: str | None = None,
-    peers: Sequence[str] = (),
-    peer_environ: Mapping[str, str] | None = None,
-    rounds: int = 1,
-    device: str | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to `out`.
+    case: Case, config: EngineConfig, setting: BenchSetting, *, shape: str | None = None,
+    load: Callable[[], tuple[Transformer, Any, Any]] | None = None, name: str | None = None, peers: Sequence[str] = (),
+    peer_environ: Mapping[str, str] | None = None, rounds: int = 1,
+) -> int:  # fmt: skip
+    """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to the record.
 
     The model is `shape` with random weights, or the result of `load`, with `name` in the rows. `config.max_num_seqs` is
     also the padded batch size of the peer. A peer that is a script runs in `peer_environ`, by default in the
@@ -66,18 +55,18 @@ def main(
     `case.adapters` random LoRA adapters of `config.max_adapter_rank` of all linear layers are loaded; the streams use
     them in turn. The same engine without adapters is timed in turn, as a peer.
     """
-    where = named_device(device)
+    place = Place.of(setting)
+    where = place.device
     if rounds < 1:
         raise ArgumentError(f"{rounds} rounds", hint="1 or more")
     case, config = case.on(where), replace(config, max_adapters=case.adapters, seed=case.seed)
     _check(case, peers, where, loaded=load is not None, speculative=config.speculative is not None)
-    as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
     shape = shape or ("qwen3_0_6b" if where.type == "cuda" else "cpu_8m")
-    make, name = _maker(shape, load, name, where, as_dtype, case)
-    rows = Rows(out, default=RESULTS / "serve", as_json=as_json)
+    make, name = _maker(shape, load, name, where, place.dtype, case)
+    rows = Rows.of(setting, "serve")
     common = {
-        "system": "engine", "model": name, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
-        "case": asdict(case), "engine": asdict(config), "openmp": settings(os.environ),
+        "system": "engine", "model": name, **place.facts, "case": asdict(case), "engine": asdict(config),
+        "openmp": settings(os.environ),
     }  # fmt: skip
     for turn in range(rounds):
         reset_device(where)
@@ -95,9 +84,9 @@ def main(
                 rows.add(common | row for row in scripted(Path(peer), peer_environ))
                 continue
             reset_device(where)
-            measured = _peer(peer, model, case, turn, config.max_num_seqs, where, as_dtype)
+            measured = _peer(peer, model, case, turn, config.max_num_seqs, where, place.dtype)
             rows.add(common | _row(peer, m, where, s) for s, m in measured)
-    rows.finish(_table(f"{name}, {dtype or common['dtype']}, {where}: {case.words()}", rows.all))
+    rows.finish(_table(f"{name}, {setting.dtype or common['dtype']}, {where}: {case.words()}", rows.all))
     return 0
 
 

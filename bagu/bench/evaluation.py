@@ -25,15 +25,14 @@ from typing import Any
 import torch
 
 from bagu.bench.engine import SHAPES
-from bagu.bench.harness import RESULTS, Rows, table
+from bagu.bench.harness import Place, Rows, table
+from bagu.bench.options import BenchSetting, EvalBench
 from bagu.bench.workload import Lengths
 from bagu.data.stdlib import StdlibSource
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, UnknownName
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
-from bagu.machine.device import named_device, named_dtype
-from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.openmp import settings
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -68,38 +67,28 @@ class Counted(EngineModel):
         return super().score(sequences, starts)
 
 
-def main(
-    shape: str | None = None,
-    *,
-    items: int = 10_000,
-    rounds: int = 4,
-    dtype: str | None = None,
-    device: str | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Time both sides, each in `rounds` parts; print a table and append one row per round to `out`."""
-    where = named_device(device)
-    shape = shape or ("qwen3_0_6b" if where.type == "cuda" else "cpu_8m")
+def main(given: EvalBench, setting: BenchSetting) -> int:
+    """Time both sides, each in `rounds` parts; print a table and append one row per round to the record."""
+    place, items, rounds = Place.of(setting), given.items, given.rounds
+    shape = given.shape or ("qwen3_0_6b" if place.on_gpu else "cpu_8m")
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
     if rounds < 1 or items < rounds:
         raise ArgumentError(f"{items} items in {rounds} rounds", hint="1 round or more, and 1 item or more in each")
-    as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
     case = Case(items=items // rounds)
-    rows = Rows(out, default=RESULTS / "eval", as_json=as_json)
+    rows = Rows.of(setting, "eval")
     text = "\n".join(d.text for d in islice(StdlibSource().documents(), MODULES))
     tokenizer = BpeTokenizer.train([text], vocab_size=VOCABULARY)
-    network = init_weights(Transformer(preset(shape), device=where, dtype=as_dtype), 0)
+    network = init_weights(Transformer(preset(shape), device=place.device, dtype=place.dtype), 0)
     model = Counted(eval_engine(network, tokenizer), tokenizer, None, shape)
     common = {
-        "system": "eval", "model": shape, "device": str(where), "dtype": str(as_dtype).removeprefix("torch."),
-        "case": asdict(case), "engine": asdict(model.engine.config), "openmp": settings(os.environ),
+        "system": "eval", "model": shape, **place.facts, "case": asdict(case), "engine": asdict(model.engine.config),
+        "openmp": settings(os.environ),
     }  # fmt: skip
     for turn in range(-1, rounds):  # round -1 is a small warmup
         part = Case(items=16) if turn < 0 else case
         asked, other = (list(_items(text, part, random.Random(f"{part.seed}:{turn}:{i}"))) for i in range(2))
-        row = _measured(model, asked, [f"{i.prompt} {i.choices[0]}" for i in other[::PREFILL_SHARE]], where)
+        row = _measured(model, asked, [f"{i.prompt} {i.choices[0]}" for i in other[::PREFILL_SHARE]], place.device)
         if turn >= 0:
             rows.add([common | {"round": turn} | row])
     heads = ("round", "items", "distinct tokens", "eval tokens/s", "prefill tokens/s", "share of prefill")
@@ -108,7 +97,7 @@ def main(
          f"{r['prefill_tokens_per_s']:,.0f}", f"{100 * r['share_of_prefill']:.1f} %")
         for r in rows.all
     ]  # fmt: skip
-    title = f"{shape}, {common['dtype']}, {where}: four-way items that share prompts"
+    title = f"{shape}, {common['dtype']}, {place.device}: four-way items that share prompts"
     rows.finish(table(title, heads, lines), bar_words(rows.all))
     return 0
 

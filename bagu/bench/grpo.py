@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,11 @@ from rich.table import Table
 
 from bagu.bench.engine import SHAPES
 from bagu.bench.engine_timing import measure_throughput
-from bagu.bench.harness import RESULTS, Rows, table
+from bagu.bench.harness import Place, Rows, table
+from bagu.bench.options import BenchSetting, GrpoBench
 from bagu.bench.workload import Lengths, Workload, random_workload
 from bagu.data.prompts import Prompt
 from bagu.errors import ArgumentError, UnknownName
-from bagu.machine.device import named_device, named_dtype
-from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.timing import reset_device
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
@@ -78,42 +76,29 @@ class Steps:
         pass
 
 
-def main(
-    shape: str | None = None,
-    *,
-    prompts: int | None = None,
-    samples: int = 8,
-    prompt: int = 64,
-    new: int | None = None,
-    steps: int = 3,
-    dtype: str | None = None,
-    device: str | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
-) -> int:
+def main(given: GrpoBench, setting: BenchSetting) -> int:
     """Time `steps` GRPO steps of `prompts` x `samples` answers of `new` tokens, after one to warm up."""
-    where = named_device(device)
-    gpu = where.type == "cuda"
-    prompts = (64 if gpu else 4) if prompts is None else prompts
-    new = (256 if gpu else 32) if new is None else new
+    place, samples, prompt, steps = Place.of(setting), given.samples, given.prompt, given.steps
+    where, gpu = place.device, place.on_gpu
+    prompts = (64 if gpu else 4) if given.prompts is None else given.prompts
+    new = (256 if gpu else 32) if given.new is None else given.new
     if min(prompts, prompt, new, steps) < 1 or samples < 2:
         raise ArgumentError(
             f"{prompts} prompts of {prompt} tokens, {samples} samples of {new} tokens, {steps} steps",
             hint="each must be 1 or more, samples 2 or more",
         )
-    shape = shape or ("qwen3_0_6b" if gpu else "cpu_8m")
+    shape = given.shape or ("qwen3_0_6b" if gpu else "cpu_8m")
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
-    as_dtype = named_dtype(dtype) if dtype else compute_dtype(where)
-    rows = Rows(out, default=RESULTS / "grpo", as_json=as_json)
-    model = init_weights(Transformer(preset(shape), device=where, dtype=as_dtype), 0)
+    rows = Rows.of(setting, "grpo")
+    model = init_weights(Transformer(preset(shape), device=where, dtype=place.dtype), 0)
     objective = GroupRelative(prompts=prompts, samples=samples, max_tokens=new, reward="alternating")
     asked = random_workload(
         prompts, Lengths(prompt, prompt), Lengths(new, new), tokens=model.config.vocab_size, seed=0
     ).prompts  # fmt: skip
     facts = {
-        "system": "grpo", "implementation": "bagu", "model": shape, "device": str(where),
-        "dtype": str(as_dtype).removeprefix("torch."), "objective": asdict(objective), "prompt_tokens": prompt,
+        "system": "grpo", "implementation": "bagu", "model": shape, **place.facts, "objective": asdict(objective),
+        "prompt_tokens": prompt,
     }  # fmt: skip
     measured = _measured(model, objective, asked, prompt + new, steps, where)
     rows.add([facts | measured])

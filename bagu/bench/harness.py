@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,11 @@ import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from bagu.bench.options import BenchSetting
 from bagu.errors import BaguError, UnknownName
+from bagu.machine.device import named_device, named_dtype
 from bagu.machine.environment import environment
+from bagu.machine.fast_dtype import compute_dtype
 from bagu.machine.timing import reset_device
 from bagu.runs.record import append_rows, record_file
 
@@ -32,11 +36,38 @@ LONG_WORD = 24  # characters that a column of a table has room for; names of GPU
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The device and dtype of a benchmark."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, setting: BenchSetting) -> Place:
+        device = named_device(setting.device)
+        return cls(device=device, dtype=named_dtype(setting.dtype) if setting.dtype else compute_dtype(device))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a row says of them."""
+        return {"device": str(self.device), "dtype": str(self.dtype).removeprefix("torch.")}
+
+
 class Rows:
     """The rows of one run. Each gets the environment and is written before the next measurement starts.
 
     `out` is the folder of results, by default `default`; without both, nothing is written.
     """
+
+    @classmethod
+    def of(cls, setting: BenchSetting, results: str) -> Rows:
+        """Those of a command, in RESULTS/`results` by default."""
+        return cls(setting.out, default=RESULTS / results, as_json=setting.as_json)
 
     def __init__(self, out: Path | None, *, default: Path | None, as_json: bool) -> None:
         folder = out or default

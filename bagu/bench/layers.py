@@ -17,17 +17,17 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from bagu.bench.harness import RESULTS, Rows, table
+from bagu.bench.harness import Rows, table
 from bagu.bench.layer_list import LAYERS, Layer
 from bagu.bench.layer_plot import draw
 from bagu.bench.onnx_runner import onnx_runner, why_no_onnx
 from bagu.bench.ops_timing import peak_bytes
+from bagu.bench.options import LayersBench, OpSetting
 from bagu.bench.sizing import dtype_named
 from bagu.bench.units import duration
 from bagu.errors import ArgumentError, UnknownName
@@ -39,12 +39,10 @@ PASSES = {"forward": False, "forward+backward": True}  # whether the layer is in
 Run = Callable[[], object]
 
 
-def main(
-    names: Sequence[str] = (), *, batches: Sequence[int] = (), dtype: str | None = None, device: str | None = None,
-    compiled: bool = True, seconds: float = 0.3, plot: bool = True, out: Path | None = None, as_json: bool = False,
-) -> int:  # fmt: skip
+def main(given: LayersBench, setting: OpSetting) -> int:
     """Time the named layers, all by default, and record a row per layer, batch, pass and implementation."""
-    where = named_device(device)
+    names, batches, seconds = given.names, given.batch, given.seconds
+    where = named_device(setting.device)
     layers = LAYERS["cuda" if where.type == "cuda" else "cpu"]
     for name in names:
         if name not in layers:
@@ -53,17 +51,17 @@ def main(
         raise ArgumentError(
             f"batches {list(batches)}, {seconds} seconds", hint="a batch is 1 or more, the time 0 or more"
         )
-    chosen = dtype_named(dtype or ("bf16" if where.type == "cuda" else "fp32"))
-    rows = Rows(out, default=RESULTS / "layers", as_json=as_json)
+    chosen = dtype_named(setting.dtype or ("bf16" if where.type == "cuda" else "fp32"))
+    rows = Rows.of(setting, "layers")
     if (reason := why_no_onnx(where)) is not None:
         rows.console.print(f"[yellow]note[/]  no ONNX Runtime: {reason}")
     scrub = flush_buffer(where)
     for layer in (layers[name] for name in names or layers):
         for batch in batches or ((1, 8, 32) if where.type == "cuda" else (1, 8)):
-            found = _rows(layer, batch, chosen, where, compiled=compiled, seconds=seconds, scrub=scrub)
+            found = _rows(layer, batch, chosen, where, compiled=given.compile, seconds=seconds, scrub=scrub)
             rows.add(found)
             rows.show(_table(layer, batch, found))
-    if plot and rows.record is not None:
+    if given.plot and rows.record is not None:
         reason = draw(rows.all, rows.record.parent / "plots" / rows.record.stem)
         rows.console.print(f"[dim]{len(rows.all)} rows → {rows.record}{f'; no plot: {reason}' if reason else ''}[/]")
     rows.finish(_summary(rows.all))

@@ -22,6 +22,7 @@ from bagu.bench import ops_plot, ops_table
 from bagu.bench.harness import RESULTS, Rows
 from bagu.bench.implementations import chosen_backends, implementations, label
 from bagu.bench.ops_timing import Job, Point, Setting, rows_of, time_job
+from bagu.bench.options import OpsBench, OpSetting
 from bagu.bench.roofline import higher
 from bagu.bench.sizing import dtype_named, shrink
 from bagu.errors import UnknownName
@@ -36,36 +37,24 @@ HOST_BYTES = 1 << 18  # that a forward moves where the host is timed: microsecon
 RETRIES = 2  # a result above its ceiling is measured again, with the ceiling: usually the machine was busy
 
 
-def main(
-    names: Sequence[str],
-    *,
-    cases: Sequence[str] = (),
-    backends: Sequence[str] = (),
-    dtype: str | None = None,
-    quick: bool = False,
-    compiled: bool | None = None,
-    as_json: bool = False,
-    draw: bool = True,
-    out: Path | None = None,
-    device: str | None = None,
-) -> int:
+def main(given: OpsBench, setting: OpSetting) -> int:
     """Time the named ops, all by default. Exit status 1: a backend of bagu failed, or a recorded row is a fault.
 
-    `compiled` adds torch.compile as a peer; the default is yes, except in a quick run. `out` is the folder of results;
-    by default a quick run writes none and a full run writes to RESULTS.
+    By default torch.compile is a peer, and the rows go to RESULTS, except in a quick run.
     """
-    specs = [catalogue.spec(n) for n in names] or list(catalogue.SPECS.values())
-    on = named_device(device)
-    kind = dtype_named(dtype) if dtype is not None else torch.bfloat16 if on.type == "cuda" else torch.float32
-    setting = Setting(device=on, dtype=kind, quick=quick, compiled=not quick if compiled is None else compiled)
-    jobs, notes = _jobs(specs, cases, chosen_backends(specs, backends, on), setting)
-    rows = Rows(out, default=None if quick else RESULTS, as_json=as_json)
+    specs = [catalogue.spec(n) for n in given.names] or list(catalogue.SPECS.values())
+    on, quick = named_device(setting.device), given.quick
+    kind = dtype_named(setting.dtype or ("bf16" if on.type == "cuda" else "fp32"))
+    compiled = not quick if given.compile is None else given.compile
+    run = Setting(device=on, dtype=kind, quick=quick, compiled=compiled)
+    jobs, notes = _jobs(specs, given.case, chosen_backends(specs, given.backend, on), run)
+    rows = Rows(setting.out, default=None if quick else RESULTS, as_json=setting.as_json)
     # A Triton kernel runs on the current device, not on the device of its tensors.
     with torch.cuda.device(on) if on.type == "cuda" else nullcontext():
-        for found in _measured(jobs, notes, setting, rows):
+        for found in _measured(jobs, notes, run, rows):
             kept = rows.add(found)
             if rows.record is not None and kept:
-                rows.console.print(_kept(kept, rows.record, draw=draw))
+                rows.console.print(_kept(kept, rows.record, draw=given.plot))
     rows.finish()
     failed = any(row["error"] and row["backend"] for row in rows.all)
     return int(failed or (rows.record is not None and any(row["fault"] for row in rows.all)))

@@ -18,7 +18,8 @@ import torch
 from rich.table import Table
 
 from bagu import ops
-from bagu.bench.harness import RESULTS, Rows, StepTimes, check_peers, script_rates, table, time_steps
+from bagu.bench.harness import Rows, StepTimes, check_peers, script_rates, table, time_steps
+from bagu.bench.options import BenchSetting, TrainBench
 from bagu.bench.train_peers import PEERS as LIBRARIES
 from bagu.bench.train_peers import Implementation
 from bagu.bench.train_shapes import SHAPES, Shape
@@ -82,54 +83,43 @@ def _row(name: str, shape: Shape, times: StepTimes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(
-    shape: str | None,
-    *,
-    peers: Sequence[str] = (),
-    steps: int = 20,
-    micro_batches: Sequence[int] = (1,),
-    compiled: Sequence[bool] = (False,),
-    recompute: str = "none",
-    fp8: bool = False,
-    rounds: int = 1,
-    dtype: str | None = None,
-    device: str | None = None,
-    out: Path | None = None,
-    as_json: bool = False,
-) -> int:
-    """Time bagu and the peers, `rounds` times in turn; print a table and append the rows to `out`.
+def main(given: TrainBench, setting: BenchSetting) -> int:
+    """Time bagu and the peers, `rounds` times in turn; print a table and append the rows to the record.
 
-    The default `dtype` is the faster one on this machine. With `fp8`, bagu without torch.compile is also timed with the
-    products of linear layers in fp8.
+    With `fp8`, bagu without torch.compile is also timed with the products of linear layers in fp8.
     """
-    for name, value in [("steps", steps), ("rounds", rounds), *(("micro_batches", m) for m in micro_batches)]:
+    micro_batches = given.micro_batches or (1,)
+    counts = [("steps", given.steps), ("rounds", given.rounds), *(("micro_batches", m) for m in micro_batches)]
+    for name, value in counts:
         if value < 1:
             raise ArgumentError(f"{name} is {value}", hint="use at least 1")
-    where = named_device(device)
-    shape = shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
+    where = named_device(setting.device)
+    shape = given.shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
     if shape not in SHAPES:
         raise UnknownName.among("shape", shape, SHAPES)
-    check_peers(peers, PEERS)
-    dtype = dtype or compute_dtype_name(where)
+    check_peers(given.peer, PEERS)
+    dtype = setting.dtype or compute_dtype_name(where)
     chosen, as_dtype = SHAPES[shape], named_dtype(dtype)
-    rows = Rows(out, default=RESULTS / "train", as_json=as_json)
+    rows = Rows.of(setting, "train")
     common = {"system": "train", "shape": shape, "model": asdict(chosen.model), "device": str(where)}
-    ways = [("bagu compiled" if c else "bagu", {"compiled": c}) for c in compiled]
-    ways += [("bagu fp8", {"compiled": False, "fp8": True})] if fp8 else []
-    for _ in range(rounds):
+    ways: list[tuple[str, dict[str, Any]]] = [("bagu", {"compiled": False})]
+    ways += [("bagu compiled", {"compiled": True})] if given.compile else []
+    ways += [("bagu fp8", {"compiled": False, "fp8": True})] if given.fp8 else []
+    for _ in range(given.rounds):
         for name, options in ways:
             for m in micro_batches:
-                settings = {"dtype": dtype, "micro_batches": m, "recompute": recompute}
-                create = partial(bagu_step, chosen, where, as_dtype, micro_batches=m, recompute=recompute, **options)
-                times = time_steps(create, where, steps=steps)
+                cut: dict[str, Any] = {"micro_batches": m, "recompute": given.recompute}
+                settings = {"dtype": dtype, **cut}
+                create = partial(bagu_step, chosen, where, as_dtype, **options, **cut)
+                times = time_steps(create, where, steps=given.steps)
                 rows.add([common | _row(name, chosen, times) | settings])
-        for peer in peers:
+        for peer in given.peer:
             if peer not in PEERS:
                 found = script_rates(Path(peer))[-1]
                 rate = {"tokens_per_s": float(found["tokens_per_s"]), "reported": found}
                 rows.add([common | {"implementation": Path(peer).name} | rate])
                 continue
-            times = time_steps(partial(PEERS[peer], chosen, where, as_dtype), where, steps=steps)
+            times = time_steps(partial(PEERS[peer], chosen, where, as_dtype), where, steps=given.steps)
             rows.add([common | _row(peer, chosen, times) | {"dtype": dtype}])
     rows.finish(_table(chosen, rows.all))
     return 0

@@ -8,19 +8,30 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from bagu.bench.options import (
+    BenchSetting,
+    ConstrainedBench,
+    DpoBench,
+    EvalBench,
+    GrpoBench,
+    LayersBench,
+    OpsBench,
+    OpSetting,
+    TrainBench,
+)
 from bagu.cli.options import (
     ApiKey,
     AsJson,
     BenchDtype,
     Device,
     KVDtype,
-    OpDtype,
     PrefixCaching,
     Results,
     Rounds,
     SharedPrefix,
     TensorParallel,
     group,
+    takes,
 )
 from bagu.machine.openmp import wait_briefly
 
@@ -28,37 +39,12 @@ bench = group("Benchmark ops, training steps, the inference engine, evaluation o
 
 
 @bench.command("train")
-def bench_train(
-    shape: Annotated[
-        str, Option(help="cpu_6m, llama_1b, llama_1b_long, llama_8b_4 or gpt_d20. Default: chosen for this machine.")
-    ] = "",
-    peer: Annotated[
-        list[str] | None,
-        Option(
-            help="transformers, transformers-compile, flash-attention (bagu with FlashAttention-2), "
-            "or a script that prints JSON with tokens_per_s."
-        ),
-    ] = None,
-    steps: Annotated[int, Option(help="Number of timed steps per implementation.")] = 20,
-    micro_batches: Annotated[list[int] | None, Option(help="Micro-batches per step; repeatable.")] = None,
-    compile: Annotated[bool, Option("--compile", help="Also time bagu under torch.compile.")] = False,
-    recompute: Annotated[str, Option(help="Activation recomputation: none, selective or block.")] = "none",
-    fp8: Annotated[bool, Option("--fp8", help="Also time bagu with train.precision=fp8.")] = False,
-    rounds: Rounds = 1,
-    dtype: BenchDtype = None,
-    device: Device = None,
-    out: Results = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(TrainBench, BenchSetting)
+def bench_train(given: TrainBench, setting: BenchSetting) -> None:
     """Measure tokens per second of a full optimizer step, for bagu and its peers."""
-    from bagu.bench import train as part
+    from bagu.bench.train import main
 
-    status = part.main(
-        shape or None, peers=peer or (), steps=steps, micro_batches=micro_batches or (1,),
-        compiled=(False, True) if compile else (False,), recompute=recompute, fp8=fp8, rounds=rounds,
-        dtype=dtype, device=device, out=out, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, setting))
 
 
 @bench.command("parallel")
@@ -132,111 +118,53 @@ def bench_engine(
         speculative="ngram" if speculative else None, speculative_tokens=speculative_tokens,
     )  # fmt: skip
     status = part.main(
-        case, config, shape=shape, name=model, dtype=dtype, peers=peer or (), peer_environ=user_environ, rounds=rounds,
-        load=None if model is None else Loader(model=model, dtype=dtype or "auto", device=device), device=device,
-        out=out, as_json=as_json,
+        case, config, BenchSetting(dtype=dtype, device=device, out=out, as_json=as_json), shape=shape, name=model,
+        peers=peer or (), peer_environ=user_environ, rounds=rounds,
+        load=None if model is None else Loader(model=model, dtype=dtype or "auto", device=device),
     )  # fmt: skip
     raise typer.Exit(status)
 
 
 @bench.command("constrained")
-def bench_constrained(
-    model: Annotated[str | None, Argument(metavar="MODEL", help="A model. Default: random weights of --shape.")] = None,
-    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b.")] = None,
-    schema: Annotated[Path | None, Option(help="A file with a JSON schema. Default: a list of three people.")] = None,
-    streams: Annotated[int, Option(help="Number of streams that decode at once.")] = 32,
-    max_tokens: Annotated[int, Option(help="Maximum tokens of an output.")] = 1024,
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 1.0,
-    threads: Annotated[int | None, Option(help="CPU threads of the model.")] = None,
-    quantization: Annotated[str | None, Option(help="int8, int4 or fp8 weights in linear layers.")] = None,
-    invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
-    dtype: BenchDtype = None,
-    rounds: Rounds = 5,
-    device: Device = None,
-    out: Results = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(ConstrainedBench, BenchSetting)
+def bench_constrained(given: ConstrainedBench, setting: BenchSetting) -> None:
     """Measure decoding to a JSON schema against free text, and validate every output."""
     wait_briefly()  # must run before torch is imported
-    from bagu.bench import constrained as part
+    from bagu.bench.constrained import main
     from bagu.recipes.serve import Loader
 
-    load = None if model is None else Loader(model=model, dtype=dtype or "auto", device=device)
-    status = part.main(
-        shape, load=load, name=model, schema=schema, streams=streams, max_tokens=max_tokens, temperature=temperature,
-        rounds=rounds, threads=threads, quantization=quantization, invariant=invariant, dtype=dtype, device=device,
-        out=out, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    dtype, device = setting.dtype or "auto", setting.device
+    load = None if given.model is None else Loader(model=given.model, dtype=dtype, device=device)
+    raise typer.Exit(main(given, setting, load=load))
 
 
 @bench.command("dpo")
-def bench_dpo(
-    shape: Annotated[
-        str | None, Option(help="A preset, with random weights. Default: llama_1b, cpu_6m on a CPU.")
-    ] = None,
-    peer: Annotated[list[str] | None, Option(help="transformers or transformers-compile, on the same pairs.")] = None,
-    pairs: Annotated[int | None, Option(help="Pairs of a step. Default: 32 on a GPU, 4 on a CPU.")] = None,
-    prompt: Annotated[int | None, Option(help="Tokens of a prompt. Default: 256 on a GPU, 32 on a CPU.")] = None,
-    answer: Annotated[
-        int | None, Option(help="Tokens of the longest answer. Default: 768 on a GPU, 96 on a CPU.")
-    ] = None,
-    steps: Annotated[int, Option(help="Steps to time, after three to warm up.")] = 10,
-    dtype: BenchDtype = None,
-    device: Device = None,
-    out: Results = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(DpoBench, BenchSetting)
+def bench_dpo(given: DpoBench, setting: BenchSetting) -> None:
     """Measure a DPO step on random pairs, beside a plain transformers loop."""
     wait_briefly()  # must run before torch is imported
-    from bagu.bench import dpo as part
+    from bagu.bench.dpo import main
 
-    status = part.main(
-        shape, peers=peer or (), pairs=pairs, prompt=prompt, answer=answer, steps=steps, dtype=dtype, device=device,
-        out=out, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, setting))
 
 
 @bench.command("grpo")
-def bench_grpo(
-    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b, with random weights.")] = None,
-    prompts: Annotated[int | None, Option(help="Prompts of a step. Default: 64 on a GPU, 4 on a CPU.")] = None,
-    samples: Annotated[int, Option(help="Answers to each prompt.")] = 8,
-    prompt: Annotated[int, Option(help="Tokens of a prompt.")] = 64,
-    new: Annotated[int | None, Option(help="Tokens of an answer. Default: 256 on a GPU, 32 on a CPU.")] = None,
-    steps: Annotated[int, Option(help="Steps to time, after one to warm up.")] = 3,
-    dtype: BenchDtype = None,
-    device: Device = None,
-    out: Results = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(GrpoBench, BenchSetting)
+def bench_grpo(given: GrpoBench, setting: BenchSetting) -> None:
     """Measure a GRPO step: the time of sampling, rewards and the update, and sampling against the engine alone."""
     wait_briefly()  # must run before torch is imported
-    from bagu.bench import grpo as part
+    from bagu.bench.grpo import main
 
-    status = part.main(
-        shape, prompts=prompts, samples=samples, prompt=prompt, new=new, steps=steps, dtype=dtype, device=device,
-        out=out, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, setting))
 
 
 @bench.command("eval")
-def bench_eval(
-    shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b; random weights.")] = None,
-    items: Annotated[int, Option(help="Number of four-way items, in all rounds together.")] = 10_000,
-    rounds: Rounds = 4,
-    dtype: BenchDtype = None,
-    device: Device = None,
-    out: Results = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(EvalBench, BenchSetting)
+def bench_eval(given: EvalBench, setting: BenchSetting) -> None:
     """Measure the speed of multiple-choice scoring, as a share of the engine's prefill speed."""
-    from bagu.bench import evaluation as part
+    from bagu.bench.evaluation import main
 
-    status = part.main(shape, items=items, rounds=rounds, dtype=dtype, device=device, out=out, as_json=as_json)
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, setting))
 
 
 @bench.command("serve")
@@ -296,45 +224,18 @@ def bench_serve(
 
 
 @bench.command("ops")
-def bench_ops(
-    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The ops to time. Default: all.")] = None,
-    case: Annotated[list[str] | None, Option(help="Time only this benchmark case; repeatable.")] = None,
-    backend: Annotated[list[str] | None, Option(help="Time only this backend of bagu; repeatable.")] = None,
-    dtype: OpDtype = None,
-    quick: Annotated[bool, Option("--quick", help="One small case per op. Saved only with --out.")] = False,
-    compile: Annotated[bool | None, Option(help="Also time torch.compile (slow). Default: unless --quick.")] = None,
-    as_json: AsJson = False,
-    plot: Annotated[bool, Option(help="Write one plot per op next to the results.")] = True,
-    out: Results = None,
-    device: Device = None,
-) -> None:
+@takes(OpsBench, OpSetting)
+def bench_ops(given: OpsBench, setting: OpSetting) -> None:
     """Time every op and backend, torch eager, torch.compile and Liger; report the fraction of the measured ceiling."""
-    from bagu.bench import ops as part
+    from bagu.bench.ops import main
 
-    status = part.main(
-        names or (), cases=case or (), backends=backend or (), dtype=dtype, quick=quick, compiled=compile,
-        as_json=as_json, draw=plot, out=out, device=device,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, setting))
 
 
 @bench.command("layers")
-def bench_layers(
-    names: Annotated[list[str] | None, Argument(metavar="NAME", help="The layers to time. Default: all.")] = None,
-    batch: Annotated[list[int] | None, Option(help="Batch size; repeatable. Default: 1, 8 and on a GPU 32.")] = None,
-    dtype: OpDtype = None,
-    compile: Annotated[bool, Option(help="Also time torch.compile (slow).")] = True,
-    seconds: Annotated[float, Option(help="Seconds to measure each implementation and pass.")] = 0.3,
-    plot: Annotated[bool, Option(help="Write one plot per layer next to the results.")] = True,
-    device: Device = None,
-    out: Results = None,
-    as_json: AsJson = False,
-) -> None:
+@takes(LayersBench, OpSetting)
+def bench_layers(given: LayersBench, setting: OpSetting) -> None:
     """Time layers of torch.nn beside bagu's drop-in versions, torch.compile and ONNX Runtime."""
-    from bagu.bench import layers as part
+    from bagu.bench.layers import main
 
-    status = part.main(
-        names or (), batches=batch or (), dtype=dtype, device=device, compiled=compile, seconds=seconds, plot=plot,
-        out=out, as_json=as_json,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, setting))

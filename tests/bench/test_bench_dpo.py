@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bagu.bench import dpo
+from bagu.bench.options import BenchSetting, DpoBench
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig
 
@@ -23,9 +24,8 @@ def test_it_reports_both_implementations(
 ) -> None:
     monkeypatch.setattr(dpo, "preset", lambda name: MODEL)
     sizes = {"pairs": 3, "prompt": 5, "answer": 8, "steps": 2}
-    assert (
-        dpo.main("tiny", peers=["transformers"], dtype="fp32", device="cpu", out=tmp_path, as_json=True, **sizes) == 0
-    )
+    setting = BenchSetting(dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    assert dpo.main(DpoBench(shape="tiny", peer=("transformers",), **sizes), setting) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["implementation"] for row in rows] == ["bagu", "transformers"]
     assert all(row["pairs_per_s"] > 0 and row["pairs"] == 3 for row in rows)
@@ -44,6 +44,6 @@ def test_both_have_the_loss_of_a_policy_that_is_its_reference() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ArgumentError, match="-1 pairs"):
-        dpo.main("cpu_6m", pairs=-1, device="cpu")
+        dpo.main(DpoBench(shape="cpu_6m", pairs=-1), BenchSetting(device="cpu"))
     with pytest.raises(UnknownName, match="peer"):
-        dpo.main("cpu_6m", peers=["transformer"], device="cpu")
+        dpo.main(DpoBench(shape="cpu_6m", peer=("transformer",)), BenchSetting(device="cpu"))

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from bagu.bench import evaluation
+from bagu.bench.options import BenchSetting, EvalBench
 
 
 def test_a_run_records_both_rates_of_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluation.main(items=8, rounds=2, out=tmp_path, as_json=True) == 0
+    assert evaluation.main(EvalBench(items=8, rounds=2), BenchSetting(out=tmp_path, as_json=True)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(r["round"], r["items"]) for r in rows] == [(0, 4), (1, 4)]
     for row in rows:

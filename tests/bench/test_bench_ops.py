@@ -14,6 +14,7 @@ from bagu import cli
 from bagu.bench import ops as bench
 from bagu.bench import ops_plot, ops_table, ops_timing, roofline, sizing
 from bagu.bench.implementations import Implementation, chosen_backends, implementations, is_absent
+from bagu.bench.options import OpsBench, OpSetting
 from bagu.errors import ArgumentError, BackendError, NotOffered, UnknownName
 from bagu.machine.ceilings import Ceilings
 from bagu.machine.timing import Timing
@@ -72,7 +73,7 @@ def test_quick_run_without_out_records_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "measure_ceilings", lambda *_, **__: CEILINGS)  # takes 2 s, and is tested above
-    bench.main(["rms_norm"], quick=True, device="cpu")
+    bench.main(OpsBench(names=("rms_norm",), quick=True), OpSetting(device="cpu"))
     assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr().out
     assert "rms_norm" in shown and "torch eager" in shown and "GB/s" in shown

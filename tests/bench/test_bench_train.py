@@ -12,6 +12,7 @@ import pytest
 from bagu import ops
 from bagu.bench import train
 from bagu.bench.harness import Rows, table
+from bagu.bench.options import BenchSetting, TrainBench
 from bagu.bench.train_shapes import Shape
 from bagu.nn.config import ModelConfig
 from bagu.runs.record import read_rows
@@ -36,7 +37,8 @@ def test_the_state_of_one_setting_is_gone_before_the_next_is_created(
 
     monkeypatch.setattr(train, "TrainState", Tracked)
     monkeypatch.setitem(train.SHAPES, "tiny", Shape(why="a test", model=TINY, lengths=(16,) * 4))
-    train.main("tiny", steps=1, micro_batches=(1, 2, 4), dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    setting = BenchSetting(dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    train.main(TrainBench(shape="tiny", steps=1, micro_batches=(1, 2, 4)), setting)
     assert alive == [0, 0, 0]
     (file,) = tmp_path.iterdir()
     assert [row["micro_batches"] for row in read_rows(file)] == [1, 2, 4]
@@ -51,7 +53,8 @@ def test_the_flash_attention_peer_runs_only_attention_on_the_torch_backend(
     monkeypatch.setattr(ops, "rms_norm", _recorded("rms_norm", rms_norm, backends))
     monkeypatch.setitem(train.SHAPES, "tiny", Shape(why="a test", model=TINY, lengths=(16,) * 4))
     before = ops.attention
-    train.main("tiny", steps=1, peers=["flash-attention"], dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    setting = BenchSetting(dtype="fp32", device="cpu", out=tmp_path, as_json=True)
+    train.main(TrainBench(shape="tiny", steps=1, peer=("flash-attention",)), setting)
     assert ops.attention is before
     assert dict.fromkeys(backends) == dict.fromkeys([("rms_norm", None), ("attention", None), ("attention", "torch")])
     (file,) = tmp_path.iterdir()

@@ -22,6 +22,7 @@ from test_gguf import logits, model_of  # noqa: E402
 
 from bagu.bench import engine as bench_engine  # noqa: E402
 from bagu.bench.engine_timing import Case  # noqa: E402
+from bagu.bench.options import BenchSetting  # noqa: E402
 from bagu.data.chat_template import DEFAULT_TEMPLATE  # noqa: E402
 from bagu.data.tokenizer import BpeTokenizer  # noqa: E402
 from bagu.nn.linear import Linear  # noqa: E402
@@ -96,8 +97,8 @@ def test_bench_engine_runs_llama_cpp_beside_bagu(quantization: Quantization, kin
     model = model_of("llama")
     bench_engine.main(
         Case(streams=(1,), prompt=8, new=6, repeats=2), EngineConfig(max_num_seqs=2, quantization=quantization),
-        load=lambda: (model, None, None), name="small", dtype="fp32", peers=["llama.cpp"], out=tmp_path / "out",
-        device="cpu",
+        BenchSetting(dtype="fp32", device="cpu", out=tmp_path / "out"), load=lambda: (model, None, None), name="small",
+        peers=["llama.cpp"],
     )  # fmt: skip
     (file,) = (tmp_path / "out").rglob("*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]

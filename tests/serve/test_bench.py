@@ -21,6 +21,7 @@ from bagu.bench import engine as bench_engine
 from bagu.bench import serve as bench_serve
 from bagu.bench.engine_peers import scripted
 from bagu.bench.engine_timing import Case, measure_streams, measure_throughput
+from bagu.bench.options import BenchSetting
 from bagu.bench.serve_client import Answer, Server, answered, drive
 from bagu.bench.serve_latency import samples, summary
 from bagu.bench.serve_load import Load, fitting
@@ -109,8 +110,9 @@ def test_bench_engine_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[
     peer.write_text('print("noise"); print(\'{"what": "peer, 2 streams", "tokens_per_s": 10}\')\n')
     model = small_model()
     code = bench_engine.main(
-        Case(streams=(2,), prompt=4, new=4, repeats=1), EngineConfig(max_num_seqs=4), load=lambda: (model, None, None),
-        name="small", peers=[str(peer)], rounds=2, out=tmp_path / "out", device="cpu",
+        Case(streams=(2,), prompt=4, new=4, repeats=1), EngineConfig(max_num_seqs=4),
+        BenchSetting(device="cpu", out=tmp_path / "out"), load=lambda: (model, None, None), name="small",
+        peers=[str(peer)], rounds=2,
     )  # fmt: skip
     rows = rows_of(tmp_path / "out")
     assert code == 0 and [r["implementation"] for r in rows] == ["bagu", "peer.py"] * 2
@@ -123,7 +125,7 @@ def test_bench_engine_times_adapters_against_the_base(tmp_path: Path) -> None:
     model = small_model()
     bench_engine.main(
         Case(streams=(3,), prompt=4, new=4, repeats=1, adapters=2), EngineConfig(max_num_seqs=4, max_adapter_rank=2),
-        load=lambda: (model, None, None), out=tmp_path, device="cpu",
+        BenchSetting(device="cpu", out=tmp_path), load=lambda: (model, None, None),
     )  # fmt: skip
     ours, base = rows_of(tmp_path)
     assert (ours["implementation"], base["implementation"]) == ("bagu", "bagu without adapters")
@@ -137,7 +139,7 @@ def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys
     model = small_model()
     bench_engine.main(
         Case(requests=5, inputs=Lengths(3, 6), outputs=Lengths(2, 4)), EngineConfig(max_num_seqs=2),
-        load=lambda: (model, None, None), peers=["generate"], out=tmp_path, device="cpu", as_json=True,
+        BenchSetting(device="cpu", out=tmp_path, as_json=True), load=lambda: (model, None, None), peers=["generate"],
     )  # fmt: skip
     bagu, peer = json.loads(capsys.readouterr().out)
     assert (bagu["implementation"], peer["implementation"]) == ("bagu", "generate")
@@ -147,19 +149,20 @@ def test_bench_engine_runs_a_workload_beside_transformers(tmp_path: Path, capsys
 def test_bench_engine_times_prompts_beside_the_eager_forward(tmp_path: Path) -> None:
     model = small_model()
     bench_engine.main(
-        Case(streams=(1,), prompt=12, new=2, repeats=1), EngineConfig(max_num_seqs=2), name="small",
-        load=lambda: (model, None, None), peers=["eager"], rounds=2, out=tmp_path, device="cpu",
+        Case(streams=(1,), prompt=12, new=2, repeats=1), EngineConfig(max_num_seqs=2),
+        BenchSetting(device="cpu", out=tmp_path), name="small", load=lambda: (model, None, None), peers=["eager"],
+        rounds=2,
     )  # fmt: skip
     rows = rows_of(tmp_path)
     assert [r["implementation"] for r in rows] == ["bagu", "eager"] * 2, "they take turns"
     assert all(r["prompt_tokens_per_s"] > 0 for r in rows)
     assert rows[1]["prompt_tokens_per_s"] == pytest.approx(12 * rows[1]["tokens_per_s"])
     with pytest.raises(ArgumentError, match="eager measures one prompt"):
-        bench_engine.main(Case(streams=(4,)), EngineConfig(), peers=["eager"], out=tmp_path, device="cpu")
+        bench_engine.main(Case(streams=(4,)), EngineConfig(), BenchSetting(device="cpu", out=tmp_path), peers=["eager"])
 
 
 def test_bench_engine_says_what_is_wrong(tmp_path: Path) -> None:
-    run = partial(bench_engine.main, out=tmp_path, device="cpu")
+    run = partial(bench_engine.main, setting=BenchSetting(device="cpu", out=tmp_path))
     with pytest.raises(UnknownName, match="shape"):
         run(Case(), EngineConfig(), shape="cpu_9m")
     with pytest.raises(UnknownName, match="peer"):

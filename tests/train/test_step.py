@@ -17,6 +17,7 @@ from tiny_run import VOCAB, Notes, batches, loader, model
 
 from bagu import ops
 from bagu.bench import train as bench
+from bagu.bench.options import BenchSetting, TrainBench
 from bagu.errors import ArgumentError, BackendError, BaguError, UnknownName
 from bagu.nn.config import Alibi, MoEConfig
 from bagu.nn.model import Transformer
@@ -190,9 +191,9 @@ def test_recomputed_activations_give_the_same_bits_from_less_memory(how: str) ->
 def test_a_bench_of_nothing_or_of_no_known_kind_is_refused(tmp_path: Path) -> None:
     for nothing in ({"steps": 0}, {"rounds": 0}, {"micro_batches": (1, 0)}):
         with pytest.raises(ArgumentError, match=f"{next(iter(nothing))} is 0"):
-            bench.main("cpu_6m", device="cpu", out=tmp_path, **nothing)
+            bench.main(TrainBench(shape="cpu_6m", **nothing), BenchSetting(device="cpu", out=tmp_path))
     with pytest.raises(UnknownName, match="activation_checkpointing 'blok'") as caught:
-        bench.main("cpu_6m", device="cpu", out=tmp_path, recompute="blok")
+        bench.main(TrainBench(shape="cpu_6m", recompute="blok"), BenchSetting(device="cpu", out=tmp_path))
     assert "'block'" in caught.value.hint
     assert not list(tmp_path.iterdir())
 
