@@ -1,9 +1,12 @@
 """Quantization of a matrix to fp8 on Triton: memory is the limit, at 6 bytes per bf16 number, 4 if `amax` is given.
 
 In a first launch each of a few programs writes its largest |x|. Each program of the second launch reduces these,
-quantizes a tile and writes it twice, the second time transposed in shared memory. It starts at the end of x, which may
-still be in the L2 after the first launch. For fp32 and fp64 x, t of this kernel was wrong on an H200 (Triton 3.6; q was
-right, and so are both for 16 bits): there a third launch transposes q.
+quantizes a tile and its transpose, and writes both. It starts at the end of x, which may still be in the L2 after the
+first launch.
+
+The tile of x is transposed, not that of q: where the bytes of fp8 values go through shared memory, ptxas (of Triton 3.6
+and 3.7) moves the read of every second byte before the conversion that writes it. The compiler transposes q all the
+same if x has more than 16 bits, and there a third launch does it.
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ def _both(
     p = tl.arange(0, BLOCK_P)
     scale = scale_of(tl.max(tl.load(top_ptr + p, p < P, 0), axis=0), LARGEST, ACC)
     tl.store(scale_ptr, scale, tile == 0)
-    q = quantized(x, inverse_of(scale), q_ptr.dtype.element_ty, ACC)
+    inverse = inverse_of(scale)
+    q = quantized(x, inverse, q_ptr.dtype.element_ty, ACC)
     tl.store(q_ptr + m[:, None] * K + k[None, :], q, (m < M)[:, None] & (k < K)[None, :])
     if BOTH:
-        bits = tl.trans(q.to(tl.int8, bitcast=True))
-        tl.store(t_ptr + k[:, None] * M + m[None, :], bits, (k < K)[:, None] & (m < M)[None, :])
+        t = quantized(tl.trans(x), inverse, q_ptr.dtype.element_ty, ACC)
+        tl.store(t_ptr + k[:, None] * M + m[None, :], t, (k < K)[:, None] & (m < M)[None, :])
 
 
 def forward(
@@ -55,7 +59,7 @@ def forward(
     top = _maxima(x, bits) if amax is None else amax.contiguous().view(bits)
     block_m, block_k, narrow = rows or 128, columns or 128, x.element_size() == 2
     _both[(triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)](
-        x, top, q, t.view(torch.int8), scale, len(top), M, K, x.stride(0), torch.finfo(to).max,
+        x, top, q, t, scale, len(top), M, K, x.stride(0), torch.finfo(to).max,
         BLOCK_P=next_power_of_2(len(top)), BLOCK_M=block_m, BLOCK_K=block_k, ACC=acc, BOTH=narrow,
         num_warps=num_warps or 8,
     )  # fmt: skip
