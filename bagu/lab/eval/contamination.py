@@ -27,6 +27,7 @@ from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number, where
+from bagu.lab.parts.confidence import known
 from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, on_engine, read_library, sized, train
 from bagu.lab.plot import Bars, Line, Mark, Panel, Rule
 
@@ -128,15 +129,15 @@ def row(group: Group, clean: dict[str, float], raised: dict[str, float], seen: s
     """The scores of both models on a group, as means over seeds."""
     clusters = [item.cluster for item in group.items]
     before, after = ([scores[item.id] for item in group.items] for scores in (clean, raised))
-    rise = compare(before, after, clusters)
+    rise = known(compare(before, after, clusters))
     return {
         "form": group.form,
         "copies": group.copies,
         "items": len(group.items),
         "files": rise.clusters,
         "seeds": seeds,
-        **percent("clean", estimate(before, clusters)),
-        **percent("contaminated", estimate(after, clusters)),
+        **percent("clean", known(estimate(before, clusters))),
+        **percent("contaminated", known(estimate(after, clusters))),
         "rise_points": 100 * rise.difference,
         "rise_low_points": 100 * rise.low,
         "rise_high_points": 100 * rise.high,

@@ -22,6 +22,7 @@ from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.library import in_fair_order
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.parts.confidence import known
 from bagu.lab.parts.library_models import (
     CONTEXT,
     STEP_TOKENS,
@@ -144,7 +145,7 @@ def run(setting: Setting) -> list[Row]:
 
 def score(q: Questions, shots: int, moved: str, draw: int, values: Sequence[float], zero: Sequence[float]) -> Row:
     """One score as `bagu eval` reports it."""
-    found = estimate(values, [item.cluster for item in q.asked])
+    found = known(estimate(values, [item.cluster for item in q.asked]))
     return {
         "part": "score",
         "task": q.task.name,
@@ -162,7 +163,7 @@ def score(q: Questions, shots: int, moved: str, draw: int, values: Sequence[floa
 def spread(q: Questions, shots: int, moved: str, scores: Sequence[Sequence[float]], n: int) -> Row:
     """All draws on the first `n` items."""
     clusters, first = [item.cluster for item in q.asked[:n]], [values[:n] for values in scores]
-    estimates = [estimate(values, clusters) for values in first]
+    estimates = [known(estimate(values, clusters)) for values in first]
     means = [e.mean for e in estimates]
     pairs = list(itertools.combinations(first, 2))
     spread, interval = 1.96 * statistics.stdev(means), statistics.fmean((e.high - e.low) / 2 for e in estimates)

@@ -27,6 +27,7 @@ from bagu.eval.score import item_scores
 from bagu.eval.task import Item, Task, checked_items
 from bagu.eval.tasks.continue4 import continue4
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
+from bagu.lab.parts.confidence import known
 from bagu.lab.parts.library_models import (
     CONTEXT,
     STEP_TOKENS,
@@ -103,7 +104,7 @@ def answers(model: Transformer, library: Library, task: Task, items: Sequence[It
 def model_rows(models: Sequence[Scored], task: str, clusters: Sequence[Hashable]) -> list[Row]:
     rows: list[Row] = []
     for model, name in itertools.product(models, NORMALIZATIONS):
-        found = estimate(model.correct[task][name], clusters)
+        found = known(estimate(model.correct[task][name], clusters))
         rows.append(
             {
                 "part": "model",

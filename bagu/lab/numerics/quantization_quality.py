@@ -23,6 +23,7 @@ from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.continue4 import continue4
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number
+from bagu.lab.parts.confidence import known
 from bagu.lab.parts.library_models import (
     CONTEXT,
     KV_MEMORY,
@@ -96,7 +97,7 @@ def run(setting: Setting) -> list[Row]:
     for form in setting.track(formats()):
         asked = engine_model(model.eval() if form.convert is None else form.convert(model), library, form.quantization)
         loss, choice = (evaluate(asked, t, limit=n) for t, n in zip(tasks, limits, strict=True))
-        accuracy = next(iter(choice.metrics.values()))
+        accuracy = known(next(iter(choice.metrics.values())))
         rows.append({
             "format": form.name, "weight_bits": form.bits,
             "loss_bits_per_byte": loss.metrics["bits_per_byte"].mean,

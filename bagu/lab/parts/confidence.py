@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from bagu.eval.intervals import Comparison, Estimate
 
 # two-sided 95 % quantile of Student's t, by the number of values
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+Score = TypeVar("Score", Estimate, Comparison)
+
+
+def known(found: Score) -> Score:
+    """A score, or a difference of scores, with ends: too few clusters for an interval say nothing, so that it is
+    everything, 0 to 1 or -1 to 1."""
+    if not math.isnan(found.low):
+        return found
+    return replace(found, low=-1.0 if isinstance(found, Comparison) else 0.0, high=1.0)
 
 
 class Interval(NamedTuple):

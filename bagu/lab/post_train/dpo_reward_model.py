@@ -28,8 +28,9 @@ from bagu.data.preference_rows import Preference
 from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceEncoder
 from bagu.data.stdlib import documented_functions
-from bagu.eval.intervals import Comparison, compare, estimate
+from bagu.eval.intervals import compare, estimate
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
+from bagu.lab.parts.confidence import known
 from bagu.lab.parts.library_models import STEP_TOKENS, Library, new_model, read_library, sized, train
 from bagu.lab.plot import Bars, Mark, Panel, Rule
 from bagu.nn import Transformer
@@ -159,10 +160,10 @@ def row(margins: dict[tuple[str, int], list[float]], asked: Pairs, group: str) -
         for i in range(len(own))
     ]
     accuracy = {
-        kind: estimate([statistics.fmean(ranks[kind, o][i] for o in ORDERS) for i in range(len(own))], files)
+        kind: known(estimate([statistics.fmean(ranks[kind, o][i] for o in ORDERS) for i in range(len(own))], files))
         for kind in RATES
     }
-    less: Comparison = compare(between, across, files)
+    less = known(compare(between, across, files))
     return {
         "group": group,
         "seeds": len(ORDERS),
