@@ -110,7 +110,7 @@ class KeptMatch:
 
     def __init__(self) -> None:
         self._shapes: list[tuple[Any, ...]] | None = None
-        self._step: DecodeStep | Mismatch
+        self._step: DecodeStep | str  # or why there is none
 
     def step(self, model: Transformer) -> DecodeStep:
         tensors = _tensors(model)
@@ -120,10 +120,10 @@ class KeptMatch:
                 places = {(t.data_ptr(), t.shape): _Place(i) for i, t in enumerate(tensors)}
                 self._step = _each_tensor(found, lambda t: places.get((t.data_ptr(), t.shape), t))
             except Mismatch as error:
-                self._step = Mismatch(*error.args)  # without the frames, which hold the weights
+                self._step = str(error)
             self._shapes = shapes
-        if isinstance(self._step, Mismatch):
-            raise self._step
+        if isinstance(self._step, str):  # a new exception each time: a kept one would keep frames that hold the weights
+            raise Mismatch(self._step)
         step: DecodeStep = _each_tensor(self._step, lambda x: tensors[x.number] if isinstance(x, _Place) else x)
         return step
 
