@@ -38,10 +38,11 @@ def test_the_state_of_one_setting_is_gone_before_the_next_is_created(
     monkeypatch.setattr(train, "TrainState", Tracked)
     monkeypatch.setitem(train.SHAPES, "tiny", Shape(why="a test", model=TINY, lengths=(16,) * 4))
     setting = BenchSetting(dtype="fp32", device="cpu", out=tmp_path, as_json=True)
-    train.main(TrainBench(shape="tiny", steps=1, micro_batches=(1, 2, 4)), setting)
-    assert alive == [0, 0, 0]
+    train.main(TrainBench(shape="tiny", steps=1, micro_batches=(1, 2, 4), fp8=True), setting)
+    assert alive == [0] * 6
     (file,) = tmp_path.iterdir()
-    assert [row["micro_batches"] for row in read_rows(file)] == [1, 2, 4]
+    found = [(row["implementation"], row["micro_batches"]) for row in read_rows(file)]
+    assert found == [(name, m) for name in ("bagu", "bagu fp8") for m in (1, 2, 4)]
 
 
 def test_the_flash_attention_peer_runs_only_attention_on_the_torch_backend(
