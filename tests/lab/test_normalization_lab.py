@@ -20,7 +20,8 @@ def scored(steps: int, loss: float, raw: float, pmi: float) -> normalization.Sco
         return [float(i < share * 100) for i in range(100)]
 
     same = {name: answers(raw) for name in ("raw", "tokens", "characters")}
-    return normalization.Scored(width=32, steps=steps, loss_nats=loss, correct={"t": same | {"pmi": answers(pmi)}})
+    correct = {"t": same | {"pmi": answers(pmi)}}
+    return normalization.Scored(width=32, parameters=9, steps=steps, loss_nats=loss, correct=correct)
 
 
 def test_ranks_find_the_normalization_that_follows_the_loss() -> None:
