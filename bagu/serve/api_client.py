@@ -13,8 +13,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from bagu.errors import ArgumentError, BaguError
 
-__all__ = ["ApiClient", "Refused"]
-
 
 class Refused(BaguError):
     """A response with an error status. `param` is the field that an error in OpenAI's format names."""

@@ -9,8 +9,6 @@ from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.limits import SchedulerConfig
 from bagu.serve.plan import Sequence
 
-__all__ = ["audit"]
-
 
 def audit(
     config: SchedulerConfig,

@@ -18,8 +18,6 @@ from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.lead import LeadRunner
 from bagu.types import Tokenizer
 
-__all__ = ["build_runner", "build_speculator", "eos_ids", "scheduler_config"]
-
 
 def eos_ids(model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[int, ...]:
     """The end-of-text tokens of the tokenizer and of generation_config.json that are in the vocabulary."""

@@ -19,8 +19,6 @@ import torch
 
 from bagu.serve.request import Sampling
 
-__all__ = ["Changes", "Row", "adjusts", "changed", "changes"]
-
 FEWEST = 64  # A is a power of two and at least this: few different shapes, so that launches are replayed
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bagu.serve.request import Request, TokenEvent
 from bagu.serve.stream import TextStream
 from bagu.types import Completion, Tokenizer
-
-__all__ = ["Choice", "choices", "join"]
 
 
 @dataclass(kw_only=True)
@@ -59,21 +56,6 @@ class Choice:
             logprobs=tuple(self.logprobs) if self.logprobs else None,
             top=tuple(self.top) if self.top else None,
         )
-
-
-def join(pieces: Sequence[Completion], prompt: int) -> Completion:
-    """Join the pieces of one choice into one completion of prompt number `prompt`."""
-    first, last = pieces[0], pieces[-1]
-    return Completion(
-        prompt=prompt,
-        choice=first.choice,
-        tokens=tuple(t for p in pieces for t in p.tokens),
-        text=None if first.text is None else "".join(p.text or "" for p in pieces),
-        finish=last.finish,
-        stop_reason=last.stop_reason,
-        logprobs=None if first.logprobs is None else tuple(x for p in pieces for x in p.logprobs or ()),
-        top=None if first.top is None else tuple(x for p in pieces for x in p.top or ()),
-    )
 
 
 def choices(request: Request, prompt: int, tokenizer: Tokenizer | None) -> list[Choice]:

@@ -11,8 +11,6 @@ from bagu.serve.message.format import REASONING_PARSERS
 from bagu.serve.message.forms import find_form
 from bagu.serve.request import Sampling
 
-__all__ = ["QUANTIZATIONS", "EngineConfig", "GenerationDefaults", "Quantization", "SamplingDefaults", "parse_bytes"]
-
 Quantization = Literal["int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 

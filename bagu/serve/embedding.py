@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
 
     from bagu.nn.model import Transformer
 
-__all__ = ["Encoder", "embed", "embed_last", "score"]
-
 Text = Sequence[int]
 Vector = list[float]
 

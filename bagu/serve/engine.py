@@ -52,8 +52,6 @@ from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.lead import start_ranks
 from bagu.types import Tokenizer
 
-__all__ = ["Engine"]
-
 
 class Engine(GenerationMixin):
     def __init__(

@@ -13,8 +13,6 @@ from bagu.serve.completion import choices
 from bagu.serve.request import Event, PromptLogprobs, Request, Sampling, TokenEvent, TokenLogprob
 from bagu.types import Completion, Tokenizer
 
-__all__ = ["GenerationMixin"]
-
 
 class GenerationMixin(ABC):
     """The methods of `types.Generate`. The engine that inherits them runs the requests."""

@@ -14,8 +14,6 @@ from typing import Any, Literal, get_args
 from bagu.errors import ArgumentError
 from bagu.serve.unicode import is_unicode, lone_escape
 
-__all__ = ["SPACING", "Grammar", "GrammarKind"]
-
 MAX_SIZE = 2**18  # characters
 # White space in JSON, as options of llguidance: that of json.dumps, of templates and of most training data. With free
 # white space a weak model writes blanks until max_tokens, and few tokens are forced (constrain/masks.py).

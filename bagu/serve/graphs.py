@@ -24,8 +24,6 @@ from bagu.serve.inputs import Late, StepArrays
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import SHORT
 
-__all__ = ["Bucket", "Captured", "GraphDecode", "GraphInputs", "LoadedGraph", "Padding", "bucket", "padding"]
-
 # The smallest buckets of a step with several tokens of a sequence.
 SEQUENCES, TOKENS, CONTEXT = 8, 8, 256
 ALIGNMENT = 16  # bytes: Triton compiles another kernel for an address that is not a multiple
@@ -108,9 +106,11 @@ class GraphInputs:
         into = host.numpy().view(self.layout)[0]
         T, S, P = len(step.ids), len(step.context_lens), into["tables"].shape[1]
         for name, array, value in (
-            ("ids", step.ids, 0), ("positions", step.positions, 0), ("slots", step.slots, spare * block_size),
+            ("ids", step.ids, 0),
+            ("positions", step.positions, 0),
+            ("slots", step.slots, spare * block_size),
             ("adapters", step.adapters, NO_ADAPTER),
-        ):  # fmt: skip
+        ):
             if array is not None:
                 into[name][:T] = array
                 into[name][T:] = value

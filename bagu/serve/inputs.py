@@ -13,8 +13,6 @@ from bagu.serve.cpu.compiled import Decodes
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 
-__all__ = ["Late", "StepArrays", "StepInputs", "sample_rows"]
-
 
 class Late(NamedTuple):
     """The tokens of a step that the previous step has not sampled yet."""

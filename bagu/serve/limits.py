@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from bagu.errors import ArgumentError
 from bagu.serve.request import Request, Unservable
 
-__all__ = ["SchedulerConfig", "check_servable"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
@@ -21,9 +19,7 @@ class SchedulerConfig:
     window: int | None = None  # widest sliding window; None if a layer has full attention and so needs all positions
 
     def __post_init__(self) -> None:
-        minimum = {
-            "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": self.max_num_seqs, "window": 1,
-        }  # fmt: skip
+        minimum = {"max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": self.max_num_seqs, "window": 1}
         for name, low in minimum.items():
             value = getattr(self, name)
             if value is not None and value < low:

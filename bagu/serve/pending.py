@@ -12,8 +12,6 @@ from bagu.serve.request import TokenLogprob
 from bagu.serve.runner import RunnerOutput
 from bagu.serve.sampler import SampledLogprobs, SamplerOutput
 
-__all__ = ["LaunchedStep", "SampledStep"]
-
 
 class LaunchedStep(NamedTuple):
     """A step whose forward is launched, and whose tokens are not sampled yet."""

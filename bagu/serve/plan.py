@@ -17,8 +17,6 @@ from bagu.serve.adapters.info import Resident
 from bagu.serve.kv.blocks import ROOT, Table
 from bagu.serve.request import Request
 
-__all__ = ["LATE", "NO_DRAFT", "SHORT", "Plan", "PlanBuilder", "Sequence", "Slice"]
-
 LATE = -1  # placeholder in `Plan.ids` for a token that the previous plan has not sampled yet
 NO_DRAFT = -1  # in `Plan.next_drafts`, where no drafted token follows
 SHORT = 16  # tokens of an output in one slice that a GPU computes with the decodes, in one CUDA graph

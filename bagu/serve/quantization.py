@@ -28,8 +28,6 @@ from bagu.serve.config import Quantization
 from bagu.serve.cpu.compiled import PackedLinear, compiles
 from bagu.serve.cpu.quantize import Int8Linear, replace_linears, with_weight
 
-__all__ = ["Fp8Linear", "Int4Linear", "W8A8Linear", "quantized"]
-
 # Up to here reading the weight takes most of the time: activations are not rounded. us on an H200 with / without
 # rounding to int8 at 32 rows: 10.0 / 6.1 (4096 x 1024), 26.2 / 17.6 (6144 x 4096); at 64: 9.9 / 10.0 and 23.2 / 37.6.
 FEW_ROWS = 32

@@ -17,8 +17,6 @@ from bagu.serve.plan import Plan, PlanBuilder, Sequence
 from bagu.serve.request import Request
 from bagu.serve.speculation.speculator import Speculator
 
-__all__ = ["SequenceQueues"]
-
 RANK = attrgetter("rank")
 AGING_S = 30.0  # seconds of waiting that equal one step of priority
 

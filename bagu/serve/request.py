@@ -15,11 +15,6 @@ from typing import Any, Literal, NamedTuple
 from bagu.errors import ArgumentError, BaguError
 from bagu.serve.grammar import Grammar
 
-__all__ = [
-    "BIASES", "NOT_FINITE", "PENALTIES", "REPETITIONS", "Event", "Finish", "PromptLogprobs", "Request", "Sampling",
-    "TokenEvent", "TokenLogprob", "Unservable",
-]  # fmt: skip
-
 Finish = Literal["stop", "length", "abort", "error"]
 NOT_FINITE = "the probabilities are not finite"  # `TokenEvent.stop_reason` of a choice whose adapter overflows
 PENALTIES, REPETITIONS, BIASES = (-2.0, 2.0), (0.01, 100.0), (-100.0, 100.0)  # (minimum, maximum)

@@ -44,8 +44,6 @@ from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
 from bagu.serve.quantization import quantized
 
-__all__ = ["Runner", "RunnerOutput", "Staged"]
-
 # Tokens of a step that C++ computes, if a sequence has several. On Linux for ARM, where torch multiplies by OpenBLAS,
 # the C++ is 1.47 times as fast as the forward at 256 tokens and 1.06 times at 1,024 (8M model, fp32, one Neoverse-N1
 # core). On x86 and macOS torch has faster products than the C++, and longer steps gain little or lose.

@@ -20,11 +20,8 @@ import numpy as np
 import torch
 
 from bagu import ops
-from bagu.ops.sample.torch_backend import argmax
 from bagu.serve.changes import Changes, changed
 from bagu.serve.request import TokenLogprob
-
-__all__ = ["Parameters", "RowLogprobs", "Upload", "argmax", "sample", "top_logprobs"]
 
 # int64 arrays to tensors on the device of the logits, without waiting for it
 Upload = Callable[..., list[torch.Tensor]]

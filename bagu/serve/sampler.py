@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bagu.ops.sample.torch_backend import argmax
 from bagu.serve.changes import Changes, Row, adjusts, changes
 from bagu.serve.constrain.masks import Masks
 from bagu.serve.plan import Plan, Sequence, Slice
 from bagu.serve.request import NOT_FINITE, PromptLogprobs, Request, TokenEvent, TokenLogprob
 from bagu.serve.runner import Runner, RunnerOutput
-from bagu.serve.sample import RowLogprobs, argmax, sample, top_logprobs
+from bagu.serve.sample import RowLogprobs, sample, top_logprobs
 from bagu.serve.slots import SPARE, Slots
 from bagu.serve.stream import TextStream
 from bagu.types import Tokenizer
-
-__all__ = ["SampledLogprobs", "Sampler", "SamplerOutput"]
 
 
 class SampledLogprobs(NamedTuple):
@@ -189,9 +188,10 @@ class Sampler:
         """The logits that bias, penalties and masks change. `before`: the drafts between a sequence and its sample."""
         rows = [
             Row(s.request.sampling, s.tokens + drafts if drafts else s.tokens, s.num_prompt, self.eos_ids)
-            if s.request.id in self._adjusted and not s.finished else None
+            if s.request.id in self._adjusted and not s.finished
+            else None
             for s, drafts in zip(plan.sampled, before, strict=True)
-        ]  # fmt: skip
+        ]
         return changes(rows, self._slots.vocab_size)
 
     def _logprobs(self, plan: Plan, step: RunnerOutput, tokens: torch.Tensor) -> SampledLogprobs | None:
@@ -209,9 +209,10 @@ class Sampler:
     def _score(self, plan: Plan, step: RunnerOutput) -> list[PromptLogprobs]:
         """Compute the logprobs of the prompt tokens that follow this step's positions; return the completed prompts."""
         pieces = [
-            (piece, first) for piece, first in zip(plan.slices, plan.cu_seqlens, strict=False)
+            (piece, first)
+            for piece, first in zip(plan.slices, plan.cu_seqlens, strict=False)
             if piece.sequence.scores and not piece.sequence.finished and piece.start < _scored_end(piece.sequence)
-        ]  # fmt: skip
+        ]
         scored = [(piece, first + r.start - piece.start, r) for piece, first in pieces if (r := piece.scored)]
         if scored:
             self._score_rows(step.hidden, scored)

@@ -46,8 +46,6 @@ from bagu.serve.queues import SequenceQueues
 from bagu.serve.request import Finish, TokenEvent, TokenLogprob
 from bagu.serve.speculation.speculator import Candidate, Speculator
 
-__all__ = ["Scheduler", "SchedulerConfig"]
-
 MAX_IN_FLIGHT = 2
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from bagu.serve.request import Sampling
 from bagu.serve.sample import Parameters
 
-__all__ = ["SPARE", "Slots"]
-
 MIN_TEMPERATURE = 1e-6  # smaller ones may round to 0, which is greedy
 SPARE = 0  # a greedy slot, for rows whose token is ignored
 MASK = 0xFFFFFFFFFFFFFFFF

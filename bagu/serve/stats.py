@@ -6,8 +6,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["WINDOW_S", "EngineStats", "StepCounter"]
-
 WINDOW_S = 2.0  # tokens/s are averaged over this time
 
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from bagu.serve.request import Sampling, TokenEvent
 from bagu.types import Tokenizer
 
-__all__ = ["ByteDetokenizer", "SpanDetokenizer", "StopStrings", "Stopped", "TextStream", "detokenizer"]
-
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # decoders return it for invalid bytes and for an incomplete character
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-
 import pytest
 import torch
 from small_engine import small_engine, small_model
@@ -15,10 +12,8 @@ from bagu.errors import ArgumentError
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.serve.asynchronous import AsyncEngine
 from bagu.serve.engine import Engine
 from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent, Unservable
-from bagu.types import Completion
 
 MODEL = small_model()
 
@@ -258,30 +253,6 @@ def test_stats_count_steps_tokens_and_blocks() -> None:
     assert len(stats.block_map) == stats.blocks_total == 64
     assert stats.block_map.count("c") == stats.blocks_cached
     assert stats.tokens_per_s > 0 and stats.last_step_s > 0
-
-
-def test_tasks_generate_concurrently_and_get_their_own_events() -> None:
-    greedy = Sampling(max_tokens=6, temperature=0.0)
-    prompts = [[i + 1, i + 2] for i in range(5)]
-    want = [c.tokens for c in small_engine(MODEL).generate(prompts, greedy)]
-    engine = small_engine(MODEL, max_num_seqs=3)
-
-    async def first_token(asynchronous: AsyncEngine) -> None:
-        async with contextlib.aclosing(asynchronous.stream([9, 9], Sampling(max_tokens=100))) as stream:
-            async for _ in stream:
-                return
-
-    async def main() -> list[Completion]:
-        asynchronous = AsyncEngine(engine)
-        found, _ = await asyncio.gather(asynchronous.generate(prompts, greedy), first_token(asynchronous))
-        with pytest.raises(Unservable):
-            await asynchronous.generate([[1]], Sampling(max_tokens=1000))
-        return [*found, *await asynchronous.generate([prompts[0]], greedy)]
-
-    found = asyncio.run(main())
-    assert [c.tokens for c in found] == [*want, want[0]]
-    assert [c.prompt for c in found] == [0, 1, 2, 3, 4, 0]
-    assert engine.stats().blocks_used == 0
 
 
 def test_logprobs_belong_to_their_request_also_with_overlapping_steps() -> None:

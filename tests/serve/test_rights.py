@@ -15,8 +15,9 @@ import tiny_repository
 from small_adapters import saved_adapter
 from tiny_server import MODEL, Running, load, running_server
 
-from bagu.serve.http.api import Api, ApiConfig, make_app
+from bagu.serve.http.api import Api, make_app
 from bagu.serve.http.observe.metrics import Metrics
+from bagu.serve.http.routes import ApiConfig
 from bagu.serve.page import assets
 from bagu.serve.repository.routes import RepositoryApi
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from row_sampling import Choice, sample_rows
 
 from bagu.nn.sample import uniform
+from bagu.ops.sample.torch_backend import argmax
 from bagu.serve.changes import Row, changed, changes
 from bagu.serve.request import Sampling
-from bagu.serve.sample import argmax, top_logprobs
+from bagu.serve.sample import top_logprobs
 from bagu.serve.slots import SPARE, Slots
 
 V = 40

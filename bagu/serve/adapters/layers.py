@@ -26,8 +26,6 @@ from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
 from bagu.serve.adapters.registry import adaptable
 
-__all__ = ["FEW_TOKENS", "NO_ADAPTER", "AdapterWeights", "GroupedLinear", "StackedLinear"]
-
 NO_ADAPTER = -1  # the slot of a token without an adapter
 FEW_TOKENS = 32  # of a step, up to which a layer and its adapters are one op; more are not measured
 

@@ -25,8 +25,6 @@ from bagu.nn.peft import Adapter, num_parts, read_adapter
 from bagu.serve.adapters.info import AdapterInfo, Resident
 from bagu.serve.request import Unservable
 
-__all__ = ["AdapterRegistry", "adaptable", "adapter_bytes"]
-
 
 def adaptable(model: Transformer) -> dict[str, Linear]:
     """The linear layers that an adapter can change. A router is not among them, nor is MLA's kv_b: the one chooses in

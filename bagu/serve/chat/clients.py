@@ -12,8 +12,6 @@ from bagu.serve.api_client import ApiClient
 from bagu.serve.request import Sampling
 from bagu.types import Generate
 
-__all__ = ["Chat", "EngineChat", "HttpChat", "Message", "Piece", "Settings", "sampling_of"]
-
 Message = Mapping[str, str]  # role and content
 Settings = Mapping[str, float | int]  # fields of Sampling by name
 

@@ -23,8 +23,6 @@ from rich.console import Console
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
 
-__all__ = ["Session", "main"]
-
 SETTINGS = {  # the settings of /set and their types
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
     "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float,

@@ -24,8 +24,6 @@ from bagu.serve.constrain.compiler import GrammarCompiler, compile_grammar, gram
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Unservable
 
-__all__ = ["CheckedCompiler"]
-
 LIMIT_S = 5.0  # CPU time for one grammar
 PROCESSES = 2  # so that one slow grammar does not delay the next; started when needed
 CHECK_STACK = 2**23  # bytes: a grammar that fits in it fits in the larger one of the engine process

@@ -29,8 +29,6 @@ from bagu.serve.request import Unservable
 if TYPE_CHECKING:  # check.py runs without torch, which bagu.types imports
     from bagu.types import Tokenizer
 
-__all__ = ["GrammarCompiler", "Vocabulary", "compile_grammar", "grammar_source", "ll_tokenizer"]
-
 KEPT = 256  # compiled grammars, and errors of grammars that do not compile
 # 1 to 2 kB per lexer state. Everything else has llguidance's limits: a mask takes at most about 15 ms.
 MAX_LEXER_STATES = 50_000

@@ -11,8 +11,6 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["has_finite_instance"]
-
 
 def has_finite_instance(schema: Any) -> bool:
     """False if every value that satisfies the schema would be infinite. Raises RecursionError for a deep schema."""

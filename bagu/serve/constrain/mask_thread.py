@@ -12,8 +12,6 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
-__all__ = ["MaskThread"]
-
 Task = Callable[[], float]  # returns the seconds that it took
 
 

@@ -30,8 +30,6 @@ from bagu.serve.constrain.mask_thread import MaskThread
 from bagu.serve.plan import SHORT, Plan, Sequence
 from bagu.serve.request import Request
 
-__all__ = ["Masks"]
-
 Wait = Callable[[], float]  # returns the seconds that the masks took, the first time
 MAX_THREADS = 8  # of llguidance
 MOST_FORCED = SHORT - 1  # tokens that are forced at once: the next step computes them and the sampled one before them

@@ -35,8 +35,6 @@ from bagu.serve.cpu.low_rank import LowRankPairs, tiled
 from bagu.serve.cpu.match import DecodeStep, LayerWeights, Weight
 from bagu.serve.kv.paged import PagedKV
 
-__all__ = ["CompiledDecode", "Decodes", "PackedLinear", "Rounding", "compiles", "has_int8_dot", "lanes"]
-
 Rounding = Literal["int8", "int4"] | None  # of weights; None keeps their dtype
 
 SOURCE = "serve/cpu/step.cpp"

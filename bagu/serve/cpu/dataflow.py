@@ -15,8 +15,6 @@ import torch
 
 from bagu.ops.call.recording import Call, storage_id
 
-__all__ = ["Dataflow", "Mismatch"]
-
 COPIES = ("aten.clone.default", "aten.repeat.default")  # results hold unchanged elements of the first argument
 
 

@@ -25,9 +25,6 @@ from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.match import DecodeStep, LayerWeights, Weight
 from bagu.serve.kv.paged import PagedKV
 
-__all__ = ["InvariantDecode"]
-
-
 KEPT = 32  # lists: a number of tokens that comes again is prepared
 
 

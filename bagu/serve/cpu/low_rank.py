@@ -15,8 +15,6 @@ import torch
 from bagu.serve.adapters.layers import NO_ADAPTER, GroupedLinear
 from bagu.serve.cpu.match import DecodeStep, Weight
 
-__all__ = ["LowRankPairs", "tiled"]
-
 
 def tiled(rows: torch.Tensor, lanes: int, *, gated: bool = False) -> torch.Tensor:
     """Rows [N, K] as tiles [P, 2W, K]: 2W rows or, gated, W of each half; the last one is padded with zeros."""
@@ -72,9 +70,11 @@ class LowRankPairs:
         up = "gate_up" if self.step.gated else "up"
         for i, weights in enumerate(self.step.layers):
             linears = (
-                ("attention.qkv", weights.qkv, weights.qkv_rows), ("attention.out", weights.out, None),
-                (f"ffn.{up}", weights.up, None), ("ffn.down", weights.down, None),
-            )  # fmt: skip
+                ("attention.qkv", weights.qkv, weights.qkv_rows),
+                ("attention.out", weights.out, None),
+                (f"ffn.{up}", weights.up, None),
+                ("ffn.down", weights.down, None),
+            )
             for j, (name, weight, rows) in enumerate(linears):
                 pair = self.layers[f"blocks.{i}.{name}"].pairs.get(slot)
                 if pair is not None:

@@ -28,8 +28,6 @@ from bagu.ops.call.recording import Call, Recorder, storage_id
 from bagu.serve.cpu.dataflow import Dataflow, Mismatch
 from bagu.serve.kv.paged import Batch, PagedKV
 
-__all__ = ["DecodeStep", "LayerWeights", "Weight", "match"]
-
 ATTENTION = (
     "q k_cache v_cache block_tables cu_seqlens context_lens slopes bias sinks k_scale v_scale max_len max_context"
     " window scale"
@@ -223,10 +221,12 @@ class _Matcher:
         if any(self.producer(b.args["residual"], "add_rms_norm", result=1) is not a for b, a in residuals):
             raise Mismatch("a residual that is not the sum before")
         layer = LayerWeights(
-            qkv=self.linear(qkv, self.hidden_size, before), out=self.linear(out, attention.results[0][0].numel()),
-            up=self.linear(up, self.hidden_size, middle), down=self.linear(down, activation.results[0].shape[1]),
+            qkv=self.linear(qkv, self.hidden_size, before),
+            out=self.linear(out, attention.results[0][0].numel()),
+            up=self.linear(up, self.hidden_size, middle),
+            down=self.linear(down, activation.results[0].shape[1]),
             **rest,
-        )  # fmt: skip
+        )
         return layer, before
 
     def activation(self, x: torch.Tensor) -> Call:

@@ -30,8 +30,6 @@ from bagu.nn.linear import Linear
 from bagu.nn.model import Transformer
 from bagu.serve.cpu.compiled import PackedLinear, has_int8_dot
 
-__all__ = ["DotInt8", "Int8Linear", "TorchInt8", "int8", "merged", "replace_linears", "with_weight"]
-
 
 def int8(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DotInt8 | TorchInt8:
     """y = x Wᵀ + b with W in int8, by the faster implementation on this CPU."""

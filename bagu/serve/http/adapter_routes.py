@@ -14,8 +14,6 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.instances import Instance
 from bagu.serve.http.routes import Routes
 
-__all__ = ["AdapterRoutes", "LoadAdapterBody", "UnloadAdapterBody"]
-
 
 class LoadAdapterBody(Body):
     unsupported: ClassVar[fields.Fields] = fields.LOAD_ADAPTER

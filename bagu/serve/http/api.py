@@ -40,13 +40,11 @@ from bagu.serve.http.openapi.document import OPERATIONS, Operation, describe
 from bagu.serve.http.parsed_response import chat_response
 from bagu.serve.http.responses import CompletionResponse, GenerationResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
-from bagu.serve.http.routes import LARGE_BODY, ApiConfig, key_of, user_of
+from bagu.serve.http.routes import LARGE_BODY, key_of, user_of
 from bagu.serve.http.score_routes import ScoreRoutes
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
 from bagu.serve.wire.messages import Ready
-
-__all__ = ["Api", "ApiConfig", "make_app"]
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

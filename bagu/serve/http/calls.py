@@ -26,11 +26,6 @@ from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.request import Request as EngineRequest
 
-__all__ = [
-    "KEY", "ApiMiddleware", "ClientCall", "EventStream", "cancel_on_disconnect", "error_response", "json_response",
-    "read_json",
-]  # fmt: skip
-
 MAX_BODY = 8 * 2**20  # bytes; a prompt of 1M tokens is about 4 MB
 MIN_RATE = 16 * 2**10  # bytes per second that a body must arrive with
 KEY = "bagu.key"  # key in the scope: the `KeyUse` of the request, None if its key is missing or wrong

@@ -22,8 +22,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.responses import to_json
 
-__all__ = ["HttpServer", "connection_class"]
-
 MAX_HEAD = 64 * 2**10  # bytes of a request line and headers
 LINGER_S = 2.0  # how long a client may keep sending after the response to its incomplete request
 LINGER_BYTES = 2**20  # and how many bytes

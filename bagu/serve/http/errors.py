@@ -7,8 +7,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = ["ApiError", "UnknownModel"]
-
 TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
     503: "service_unavailable_error",

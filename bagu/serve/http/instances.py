@@ -19,8 +19,6 @@ from bagu.serve.http.observe.metrics import Metrics, metrics_text
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["Caller", "HasJob", "Instance", "Models", "OneModel", "model_entry"]
-
 
 class Caller(NamedTuple):
     """Who sends a request: the name of the API key, and the `user` of the body."""

@@ -28,8 +28,6 @@ from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.observe.metrics import labels, sample
 
-__all__ = ["Access", "Key", "KeyUse", "Keys", "read_keys"]
-
 DAY_S = 86400
 # Who may use a route of a server with keys: everyone, a key, a key with `admin`. "metrics": a key, or everyone with
 # --open-metrics.

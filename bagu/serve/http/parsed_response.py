@@ -14,8 +14,6 @@ from bagu.serve.message.parser import CallDelta, Content, Delta, Reasoning
 from bagu.serve.request import Event, PromptLogprobs, TokenEvent
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["Call", "ParsedChatResponse", "ParsedMessage", "chat_response"]
-
 
 class Call:
     """A tool call of a message."""

@@ -19,8 +19,6 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.request import Event, Finish, Request, TokenEvent
 
-__all__ = ["PendingCall", "PendingCalls"]
-
 
 @dataclass(slots=True)
 class _TokenTimes:

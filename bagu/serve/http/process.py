@@ -44,8 +44,6 @@ from bagu.serve.wire.messages import (
 )
 from bagu.serve.worker.main import engine_main
 
-__all__ = ["EngineProcess"]
-
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -140,9 +138,7 @@ class EngineProcess:
         """The properties of the running engine. Raises 503 with the reason if it is not ready."""
         if self.state == "ready" and self.ready is not None:
             return self.ready
-        messages = {
-            "loading": "the model is loading", "warming": "the model is warming up", "stopped": SHUTTING_DOWN,
-        }  # fmt: skip
+        messages = {"loading": "the model is loading", "warming": "the model is warming up", "stopped": SHUTTING_DOWN}
         message = messages.get(self.state, f"the engine died ({self.failure}) and is {self.state}")
         raise ApiError(503, message, code=f"engine_{self.state}", headers={"Retry-After": "1"})
 

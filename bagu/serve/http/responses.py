@@ -20,8 +20,6 @@ from bagu.serve.request import NOT_FINITE, Event, PromptLogprobs, Request, Token
 from bagu.serve.stream import TextStream
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["DONE", "ChatResponse", "CompletionResponse", "GenerationResponse", "to_json"]
-
 DONE = b"data: [DONE]\n\n"
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 quoted = json.encoder.encode_basestring  # `to_json` of a string, with two calls less
@@ -99,9 +97,11 @@ class GenerationResponse:
         choices = self.choices.values()
         prompt, completion = sum(len(r.prompt) for r in self.job.requests), sum(c.tokens for c in choices)
         return {
-            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(c.cached for c in choices)},
-        }  # fmt: skip
+        }
 
     def first_chunks(self) -> bytes:
         """The chunks before the first token."""
@@ -153,9 +153,11 @@ class GenerationResponse:
 
     def _common_fields(self, choice: Choice) -> dict[str, Any]:
         return {
-            "logprobs": self.logprobs(choice), "finish_reason": choice.finish, "stop_reason": choice.stop_reason,
+            "logprobs": self.logprobs(choice),
+            "finish_reason": choice.finish,
+            "stop_reason": choice.stop_reason,
             **self._prompt_logprobs(choice.request),
-        }  # fmt: skip
+        }
 
     def _prompt_logprobs(self, request: Request) -> dict[str, Any]:
         """In vLLM's format: one mapping from token ids per position, null where there is no logprob."""
@@ -172,9 +174,7 @@ class GenerationResponse:
 
     def _envelope(self) -> str:
         name, model = self.chunk_name, to_json(self.model)
-        return (
-            f'data: {{"id":"{self.job.id}","object":"{name}","created":{self.created},"model":{model},"choices":['
-        )  # fmt: skip
+        return f'data: {{"id":"{self.job.id}","object":"{name}","created":{self.created},"model":{model},"choices":['
 
     def _head(self, index: int) -> str:
         return f'{self._envelope()}{{"index":{index},{self.before}'

@@ -21,8 +21,6 @@ from bagu.serve.http.observe.record import RECORD, Observer
 from bagu.serve.http.responses import GenerationResponse
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["LARGE_BODY", "ApiConfig", "Routes", "key_of", "user_of"]
-
 ENGINE_GONE = ("engine_died", "engine_restarting")  # codes of errors after which another engine may answer
 LARGE_BODY = 64 * 2**10  # bytes; larger bodies are tokenized (1.8 MB/s) in a thread, not in the event loop
 

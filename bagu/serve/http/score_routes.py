@@ -16,8 +16,6 @@ from bagu.serve.http.calls import cancel_on_disconnect, json_response
 from bagu.serve.http.instances import Instance
 from bagu.serve.http.routes import LARGE_BODY, Routes
 
-__all__ = ["ScoreRoutes"]
-
 Scores = tuple[list[float], dict[str, int]]  # of each pair, and the usage
 
 

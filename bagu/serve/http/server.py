@@ -32,8 +32,6 @@ from bagu.serve.wire.messages import Load
 if TYPE_CHECKING:
     from bagu.serve.http.instances import Models
 
-__all__ = ["Server", "ServerOptions", "check_queue", "import_server", "main"]
-
 GRACE_S = 2  # after calls were failed at shutdown, for clients to read the errors before connections are closed
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -215,11 +213,12 @@ def import_server() -> Any:
     try:
         import uvicorn
 
-        from bagu.serve.http.api import Api, ApiConfig, make_app
+        from bagu.serve.http.api import Api, make_app
         from bagu.serve.http.connection import HttpServer, connection_class
         from bagu.serve.http.instances import OneModel
         from bagu.serve.http.observe.logs import log_config, log_request
         from bagu.serve.http.observe.tracing import Tracing
+        from bagu.serve.http.routes import ApiConfig
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("bagu"):
             raise

@@ -26,8 +26,6 @@ from typing import NamedTuple
 
 from bagu.errors import ArgumentError, BaguError
 
-__all__ = ["DEAD", "ROOT", "Blocks", "Content", "IntegrityError", "Table", "extend_keys"]
-
 DEAD = 0  # table entry for a released block before the window: a valid index, since a kernel may compute its address
 ROOT = b""
 

@@ -20,9 +20,6 @@ from bagu import ops
 from bagu.nn.config import ModelConfig
 from bagu.nn.kv import CacheError, HeadTransform, Scores
 
-__all__ = ["Batch", "LayerCache", "PagedKV", "block_bytes", "cache_dtype", "cache_tensors"]
-
-
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 FP32 = torch.float32
 
@@ -138,12 +135,9 @@ class PagedKV:
         self.num_blocks, self.block_size = num_blocks, block_size
         tensors = cache_tensors(config, torch.get_default_dtype() if dtype is None else dtype)
         self.layers = [
-            LayerCache(**{
-                name: t.zeros(num_blocks, block_size, device)
-                for name, t in tensors.items()
-            })
+            LayerCache(**{name: t.zeros(num_blocks, block_size, device) for name, t in tensors.items()})
             for _ in range(config.num_layers)
-        ]  # fmt: skip
+        ]
         self.batch: Batch | None = None
         self.parts: list[Part] = []
 

@@ -14,8 +14,6 @@ from bagu.serve.adapters.registry import adapter_bytes
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.paged import block_bytes, cache_dtype
 
-__all__ = ["Pool", "size_pool"]
-
 BLOCK_SIZE = 16  # small blocks waste less memory and give more prefix cache hits
 CPU_SHARE, CPU_MAX = 4, 1 << 30  # a quarter of the free memory, at most 1 GiB: 65k tokens of the 8M model in fp32
 WORKSPACE_BYTES = 1 << 30  # on a GPU, reserved for activations, logits and CUDA graphs

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from bagu.serve.message.forms import ToolForm
 from bagu.serve.message.parser import END_THINK, THINK, MessageParser
 
-__all__ = ["REASONING_PARSERS", "MessageFormat", "finds_reasoning"]
-
 REASONING_PARSERS = ("auto", "none", "think")
 
 

@@ -20,8 +20,6 @@ from bagu.serve.message.json_text import SPACE
 from bagu.serve.message.parser import MessageParser
 from bagu.serve.message.reader import Steps
 
-__all__ = ["FORMS", "ToolForm", "find_form"]
-
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
 LINE = re.compile(r"[^<\n]*")
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from bagu.serve.message.reader import Malformed, Reader, Steps
 
-__all__ = ["SPACE", "json_object", "json_string", "json_value"]
-
 SPACE = re.compile(r"[ \t\r\n]*")
 PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 SCALAR = re.compile(r"[-+.0-9a-zA-Z]*")

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from bagu.serve.message.json_text import SPACE, json_object, json_string, json_value
 from bagu.serve.message.reader import Malformed, Reader, Steps
 
-__all__ = ["CallDelta", "Content", "Delta", "MessageParser", "Reasoning"]
-
 THINK, END_THINK = "<think>", "</think>"
 KEYS = {"name", "arguments", "parameters", "id", "type"}  # of a call; any other key ends the attempt at once
 

@@ -9,8 +9,6 @@ import re
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-__all__ = ["Malformed", "Reader", "Steps"]
-
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields when it needs more text; returns T
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["schema_error"]
-
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")  # keys whose values are schemas by name
 SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")

@@ -15,8 +15,6 @@ from bagu.serve.grammar import SPACING, Grammar
 from bagu.serve.message.forms import ToolForm
 from bagu.serve.message.parser import END_THINK, THINK
 
-__all__ = ["Tool", "tool_grammar"]
-
 OPTIONS = {"x-guidance": SPACING}  # of llguidance, in a schema within Lark
 OPEN_SCHEMA = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
 

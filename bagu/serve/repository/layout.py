@@ -22,8 +22,6 @@ from bagu.config import ConfigError, from_dict
 from bagu.errors import BaguError
 from bagu.serve.config import SamplingDefaults
 
-__all__ = ["FILE", "Layout", "ReturnLimits", "Settings", "Shadow", "is_repository", "read_model", "read_repository"]
-
 FILE = "model.toml"
 
 

@@ -27,8 +27,6 @@ from bagu.serve.repository.shadow import ShadowCalls
 from bagu.serve.repository.traffic import Traffic
 from bagu.serve.repository.version import Prepare, Version
 
-__all__ = ["Host", "RepositoryModel"]
-
 T = TypeVar("T")
 
 

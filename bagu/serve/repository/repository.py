@@ -18,8 +18,6 @@ from bagu.serve.repository.model import Host, RepositoryModel
 from bagu.serve.repository.version import Prepare
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["Repository"]
-
 WATCH_S = 0.2  # between two checks of the limits
 MEMORY = 0.9  # of the device's memory for all versions; the rest is for the server and the system
 
@@ -150,21 +148,29 @@ class Repository:
         models = self.models.values()
         versions = [(m, entry) for m in models for entry in m.describe()["versions"]]
         yield from sample(
-            "bagu:repository_version_state", "gauge", "1 for the state of each version.",
+            "bagu:repository_version_state",
+            "gauge",
+            "1 for the state of each version.",
             [(labels(model_name=m.name, version=str(v["version"]), state=v["state"]), 1) for m, v in versions],
-        )  # fmt: skip
+        )
         yield from sample(
-            "bagu:repository_weight", "gauge", "Share of the model's traffic, 0 to 1.",
+            "bagu:repository_weight",
+            "gauge",
+            "Share of the model's traffic, 0 to 1.",
             [(labels(model_name=m.name, version=str(v["version"])), v["weight"]) for m, v in versions],
-        )  # fmt: skip
+        )
         yield from sample(
-            "bagu:repository_swaps_total", "counter", "Versions promoted.",
+            "bagu:repository_swaps_total",
+            "counter",
+            "Versions promoted.",
             [(labels(model_name=m.name), m.swaps) for m in models],
-        )  # fmt: skip
+        )
         yield from sample(
-            "bagu:repository_returns_total", "counter", "Automatic returns to the version before.",
+            "bagu:repository_returns_total",
+            "counter",
+            "Automatic returns to the version before.",
             [(labels(model_name=m.name), m.traffic.returns) for m in models],
-        )  # fmt: skip
+        )
         yield from sample(
             "bagu:shadow_requests_total", "counter", "Copies of requests to the shadow version, by result.",
             [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 
-__all__ = ["Router"]
-
 
 class Router:
     """Distributes the requests of a model over its versions.

@@ -23,8 +23,6 @@ from bagu.serve.repository.layout import FILE, is_version, read_model
 from bagu.serve.repository.model import RepositoryModel
 from bagu.serve.repository.repository import Repository
 
-__all__ = ["RepositoryApi"]
-
 Number = Annotated[int, Field(ge=1, le=999_999_999)]
 Weight = Annotated[float, Field(ge=0)]
 
@@ -72,9 +70,11 @@ class RepositoryState(Schema):
 
 MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
 CHANGES = {
-    **READING, **NO_MODEL, 409: "The version did not start, or its memory is not free; nothing has changed.",
+    **READING,
+    **NO_MODEL,
+    409: "The version did not start, or its memory is not free; nothing has changed.",
     503: "The server is shutting down.",
-}  # fmt: skip
+}
 
 
 def _changes(verb: str, body: type[Body], summary: str) -> Operation:

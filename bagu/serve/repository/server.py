@@ -10,8 +10,6 @@ from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.server import Server, ServerOptions, check_queue, import_server
 from bagu.serve.repository.version import Prepare
 
-__all__ = ["main"]
-
 
 def main(
     folder: Path,

@@ -8,8 +8,6 @@ from collections import Counter
 from bagu.errors import BaguError
 from bagu.serve.http.instances import HasJob, Instance
 
-__all__ = ["ShadowCalls"]
-
 
 class ShadowCalls:
     """The copies that run, and the counts of those that ended: ok, error, or dropped because the queue was full."""

@@ -13,8 +13,6 @@ from bagu.serve.repository.router import Router
 from bagu.serve.repository.version import Version
 from bagu.serve.repository.watch import Trial
 
-__all__ = ["Traffic"]
-
 
 class Traffic:
     """`returns` counts how often the traffic was given back; `last_return` is the reason of the last time."""

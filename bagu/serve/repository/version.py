@@ -15,8 +15,6 @@ from bagu.serve.http.process import EngineProcess
 from bagu.serve.repository.layout import Settings
 from bagu.serve.wire.messages import Load
 
-__all__ = ["Engine", "Prepare", "State", "Version"]
-
 State = Literal["unloaded", "loading", "warming", "ready", "restarting", "draining", "failed"]
 
 

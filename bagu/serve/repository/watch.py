@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from bagu.serve.http.observe.metrics import KEPT, Metrics
 from bagu.serve.repository.layout import ReturnLimits
 
-__all__ = ["Trial"]
-
 
 @dataclass(frozen=True)
 class Trial:

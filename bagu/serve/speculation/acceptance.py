@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-__all__ = ["Acceptance"]
-
 DECAY = 0.8  # of a proposal with every later one: the last five count
 DOUBT = 0.5  # proposals that were wrong from the beginning, assumed before the first
 

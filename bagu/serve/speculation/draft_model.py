@@ -16,16 +16,14 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
+from bagu.ops.sample.torch_backend import argmax
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.kv.paged import PagedKV
 from bagu.serve.kv.pool import Pool
 from bagu.serve.plan import LATE, NO_DRAFT, SHORT, Plan, Sequence
 from bagu.serve.runner import Runner
-from bagu.serve.sample import argmax
 from bagu.types import Tokenizer
-
-__all__ = ["DraftModel", "DraftSource", "check_draft"]
 
 
 class DraftSource(NamedTuple):
@@ -101,8 +99,9 @@ class DraftModel:
             states.append(self._prepared(s, len(s.tokens) + count - 1, sequences[:at]))
         rows = [
             _Row(state, at := state.start(s.tokens), s.tokens[at:])
-            for s, state in zip(sequences, states, strict=True) if state is not None
-        ]  # fmt: skip
+            for s, state in zip(sequences, states, strict=True)
+            if state is not None
+        ]
         if not rows:
             return [[] for _ in sequences]
         drafted = iter(self._draft(rows, count))

@@ -15,8 +15,6 @@ from itertools import count
 
 from bagu.serve.plan import Sequence
 
-__all__ = ["NGRAM", "PromptLookup"]
-
 NGRAM = 3  # shorter n-grams match by chance, longer ones find a repeated text later
 SOURCE = 8  # tokens that were followed before an edit is assumed
 PATIENCE = 4  # tokens of an edit

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from bagu.serve.plan import Sequence
 
-__all__ = ["Proposer"]
-
 
 class Proposer(Protocol):
     @property

@@ -18,8 +18,6 @@ from bagu.serve.speculation.acceptance import Acceptance
 from bagu.serve.speculation.proposer import Proposer
 from bagu.serve.speculation.step_times import StepTimes
 
-__all__ = ["Candidate", "Speculator"]
-
 MARGIN = 1.05  # speculate for an expected gain of 5 % or more: estimates are noisy, and a plain step is never a loss
 REST, LONGEST_REST = 32, 1024  # tokens until a costly proposer is tried again; doubles with every failure
 

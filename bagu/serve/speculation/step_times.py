@@ -13,8 +13,6 @@ import math
 from collections import deque
 from statistics import median_low
 
-__all__ = ["StepTimes"]
-
 KEPT = 8  # samples of a size
 FEWEST = 3  # samples before their median counts: the first step of a size may include a compilation
 FORGET_STEPS = 512

@@ -29,8 +29,6 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.parallel.launch import COLLECTIVE_TIMEOUT, START_TIMEOUT_S
 from bagu.parallel.mesh import Mesh, MeshConfig, open_mesh
 
-__all__ = ["HOST", "Close", "RankLost", "Ranks", "backend_for", "failed_key", "framed", "here_key"]
-
 HOST = "127.0.0.1"
 NOTICE_S = 5.0  # for the exit of a rank to be seen after a collective failed, and for the failure after its exit
 

@@ -22,8 +22,6 @@ from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.messages import Cache, Logits, Logprobs, Setup, Step
 from bagu.serve.tp.parts import send_parts
 
-__all__ = ["LeadRunner", "start_ranks"]
-
 
 def start_ranks(model: Transformer, config: EngineConfig, device: torch.device) -> tuple[Ranks, Transformer]:
     """Start the other ranks and send them their parts of `model`; returns them and the part of rank 0."""

@@ -10,8 +10,6 @@ from bagu.nn.config import ModelConfig
 from bagu.serve.config import EngineConfig
 from bagu.serve.plan import Plan
 
-__all__ = ["Cache", "Logits", "Logprobs", "Setup", "Step"]
-
 
 class Setup(NamedTuple):
     """The model. Rank 0 then sends this rank's part of each tensor, in this order."""

@@ -14,8 +14,6 @@ from bagu.parallel.inference import divide
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import Replicated
 
-__all__ = ["receive_part", "send_parts"]
-
 
 def send_parts(model: Transformer, mesh: Mesh) -> Transformer:
     """Send each rank its part of `model`, which may be on the host, and return the part of rank 0. Needs the memory of

@@ -28,8 +28,6 @@ from bagu.serve.tp.group import HOST, Close, backend_for, failed_key, here_key
 from bagu.serve.tp.messages import Cache, Logits, Logprobs, Setup, Step
 from bagu.serve.tp.parts import receive_part
 
-__all__ = ["main"]
-
 Messages = queue.SimpleQueue[Any]
 
 

@@ -17,8 +17,6 @@ from typing import Any
 from bagu.serve.request import Event, TokenEvent
 from bagu.serve.wire.messages import StepEvents
 
-__all__ = ["STEP_TAG", "MessageReader", "framed", "send", "send_step"]
-
 STEP_TAG = b"S"  # no pickle begins with it
 _token_event = partial(tuple.__new__, TokenEvent)  # faster than `TokenEvent._make`, which is a Python function
 

@@ -24,11 +24,6 @@ from bagu.types import Tokenizer
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
 
-__all__ = [
-    "Abort", "Accepted", "Adapters", "Cancel", "Chat", "Embed", "Failed", "GetStats", "Load", "LoadAdapter", "Ready",
-    "Refused", "Result", "StepEvents", "Stop", "Submit", "UnloadAdapter", "Warming",
-]  # fmt: skip
-
 Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
 
 

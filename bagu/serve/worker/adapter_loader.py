@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.peft import Adapter
     from bagu.serve.engine import Engine
 
-__all__ = ["AdapterLoader", "AdapterRead"]
-
 
 class AdapterRead(NamedTuple):
     """The files of an adapter are read, or could not be; sent by a thread of the engine process."""

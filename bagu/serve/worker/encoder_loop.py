@@ -16,8 +16,6 @@ from bagu.types import Tokenizer
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
 
-__all__ = ["serve_encoder"]
-
 
 def serve_encoder(
     pipe: Connection, messages: Messages, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,

@@ -10,8 +10,6 @@ from bagu.serve.request import Event, TokenEvent
 from bagu.serve.wire.encode import send_step
 from bagu.serve.wire.messages import StepEvents
 
-__all__ = ["EventBuffer"]
-
 HOLD_S = 0.004  # how long a token may wait for the tokens of the next steps; a display refreshes every 0.016 s
 
 

@@ -31,8 +31,6 @@ from bagu.serve.worker.request_queue import Compiled, RequestQueue
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine
 
-__all__ = ["serve_generation"]
-
 
 def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None) -> None:
     """Send `Ready`; then handle messages, run steps and send their events, until `Stop`."""

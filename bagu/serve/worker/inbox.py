@@ -8,8 +8,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Messages", "receive", "take_messages"]
-
 Messages = queue.SimpleQueue[tuple[float, Any]]  # (arrival by `time.perf_counter`, message)
 HEARTBEAT_S = 1.0
 

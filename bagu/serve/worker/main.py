@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bagu.serve.config import EngineConfig
     from bagu.serve.wire.messages import Load
 
-__all__ = ["at_niceness", "engine_main"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from bagu.serve.worker.inbox import Messages
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine
 
-__all__ = ["Compiled", "RequestQueue"]
-
 
 class Compiled(NamedTuple):
     """The grammar of this request is compiled, or refused; sent by a thread of the engine process."""

@@ -27,8 +27,6 @@ from bagu.serve.worker.generation_loop import serve_generation
 from bagu.serve.worker.inbox import Messages, receive
 from bagu.serve.worker.warm_up import warm_up
 
-__all__ = ["run"]
-
 Prepare = Callable[[], Callable[[], None]]  # loads and warms up; returns the function that serves
 
 

@@ -12,8 +12,6 @@ from bagu.serve.request import Request, Sampling, TokenEvent
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine
 
-__all__ = ["warm_up"]
-
 WARM_UP_TOKENS = 8  # of each warm-up prompt
 
 

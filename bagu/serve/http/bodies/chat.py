@@ -22,8 +22,6 @@ from bagu.serve.message.parser import THINK
 from bagu.serve.message.tool_grammar import Tool, tool_grammar
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["ChatBody"]
-
 TAIL = 8  # tokens at the end of a prompt that may contain the <think> of the generation prompt
 
 
@@ -62,15 +60,17 @@ class ChatBody(ToolFields, Generation):
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
         format, grammar = self._format(ready, prompt, tools)
         sampling = self.sampling(
-            ready, max_tokens=min(left, ready.defaults.max_tokens or left) if asked is None else asked,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None, stop_token_ids=tuple(sorted(stops)),
+            ready,
+            max_tokens=min(left, ready.defaults.max_tokens or left) if asked is None else asked,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            stop_token_ids=tuple(sorted(stops)),
             **({} if grammar is None else {"grammar": grammar}),
-        )  # fmt: skip
+        )
         return self.job("chatcmpl", [prompt], sampling, None)._replace(format=format)
 
     def _format(
         self, ready: Ready, prompt: list[int], tools: list[Tool]
-    ) -> tuple[MessageFormat | None, Grammar | None]:  # fmt: skip
+    ) -> tuple[MessageFormat | None, Grammar | None]:
         """How the message is parsed, None if it is only text; and the grammar of its calls, None if they are free."""
         thinking = ready.thinks and ready.tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(THINK)
         format = MessageFormat(thinks=ready.thinks, thinking=thinking)

@@ -12,11 +12,6 @@ from typing import Any
 
 from bagu.serve.http.errors import ApiError
 
-__all__ = [
-    "CHAT", "COMPLETION", "DETOKENIZE", "EMBEDDING", "RESPONSES", "SCORE", "STREAM_OPTIONS",
-    "STRUCTURED_OUTPUTS", "TOKENIZE", "refuse_unsupported",
-]  # fmt: skip
-
 Fields = Mapping[str, tuple[Any, ...]]  # name -> the accepted values
 
 
@@ -100,16 +95,20 @@ SCORE: Fields = _never(
 RESPONSES: Fields = {
     **_never("conversation prompt messages max_tokens max_completion_tokens response_format reasoning functions"),
     **_never("function_call max_tool_calls context_management moderation n"),
-    "include": ([], ["reasoning.encrypted_content"]), "background": (False,), "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "background": (False,),
+    "truncation": ("disabled",),
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
-}  # fmt: skip
+}
 LOAD_ADAPTER: Fields = {"load_inplace": (False,)}
 STREAM_OPTIONS: Fields = {"continuous_usage_stats": (False,)}
 STRUCTURED_OUTPUTS: Fields = {
-    **_never("structural_tag"), "disable_fallback": (False,), "disable_any_whitespace": (False, True),
+    **_never("structural_tag"),
+    "disable_fallback": (False,),
+    "disable_any_whitespace": (False, True),
     "disable_additional_properties": (False,),
-}  # fmt: skip
+}
 
 
 def refuse_unsupported(sent: Mapping[str, Any], fields: Fields, *, within: str = "") -> None:

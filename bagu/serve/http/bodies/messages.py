@@ -12,8 +12,6 @@ from bagu.serve.http.bodies.parse import check_json
 from bagu.serve.http.errors import ApiError
 from bagu.serve.message.forms import ToolForm
 
-__all__ = ["Message", "arguments_object", "for_template"]
-
 
 class TextPart(Body):
     type: Literal["text"]
@@ -56,8 +54,9 @@ def for_template(messages: list[Message], form: ToolForm | None) -> list[dict[st
         plain = message.plain()
         if message.tool_calls:
             as_text = form is not None and form.history == "text"
-            plain["tool_calls"] = [_call(call, f"messages.{i}.tool_calls.{j}", as_text)
-                                   for j, call in enumerate(message.tool_calls)]  # fmt: skip
+            plain["tool_calls"] = [
+                _call(call, f"messages.{i}.tool_calls.{j}", as_text) for j, call in enumerate(message.tool_calls)
+            ]
         found.append(plain)
     return found
 

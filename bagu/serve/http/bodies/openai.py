@@ -24,8 +24,6 @@ from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import BIASES, PENALTIES, REPETITIONS, Request, Sampling
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["Body", "CompletionBody", "EmbeddingBody", "Generation", "Job"]
-
 # schema formats that openapi/document.py replaces with the limits of the loaded model
 TOKEN_ID, NUM_TOKENS, MODEL_NAME = "token-id", "num-tokens", "model-name"
 LARGEST = 2**63 - 1

@@ -19,8 +19,6 @@ from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.errors import ApiError
 from bagu.serve.unicode import lone_escape
 
-__all__ = ["check_json", "parse"]
-
 B = TypeVar("B", bound=Body)
 MAX_DEPTH = 128  # of nested objects and lists. Python's own limit differs by version and by the calls on the stack
 MAX_PARTS = 2**15  # objects and lists: 16,000 messages of one text part each
@@ -66,9 +64,10 @@ def _check_size(raw: bytes) -> None:
     quotes = np.cumsum(signs == ord('"'), dtype=np.uint8)  # modulo 256: odd inside of a string
     bare = signs[quotes % 2 == 0].tobytes()
     for what, count, most in (
-        ("objects and lists", _parts(bare), MAX_PARTS), ("values", bare.count(b","), MAX_VALUES),
+        ("objects and lists", _parts(bare), MAX_PARTS),
+        ("values", bare.count(b","), MAX_VALUES),
         ("keys", bare.count(b":"), MAX_KEYS),
-    ):  # fmt: skip
+    ):
         if count > most:
             raise ApiError(400, f"the body has {count} {what}", hint=f"at most {most}")
 

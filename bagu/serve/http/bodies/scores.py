@@ -17,8 +17,6 @@ from bagu.serve.http.bodies.texts import check_length, encode, tokens_left
 from bagu.serve.http.errors import ApiError
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["Pair", "RerankBody", "ScoreBody", "check_scores", "embedded_texts", "scored_texts"]
-
 Pair = tuple[str, str]
 Words = Annotated[
     Word | Annotated[list[Word], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)],
@@ -58,10 +56,12 @@ class RerankBody(Body):
     documents: Annotated[
         list[Word | DocumentField],
         Field(
-            fail_fast=True, min_length=1, max_length=MAX_PROMPTS,
+            fail_fast=True,
+            min_length=1,
+            max_length=MAX_PROMPTS,
             description=f'a list of up to {MAX_PROMPTS} non-empty texts, or of objects with a "text"',
         ),
-    ]  # fmt: skip
+    ]
     top_n: Annotated[int, Field(ge=0)] | None = None  # None or 0: all documents
     return_documents: bool | None = None  # None: yes
 

@@ -15,8 +15,6 @@ from bagu.serve.grammar import Grammar
 from bagu.serve.http.bodies.fields import STRUCTURED_OUTPUTS, refuse_unsupported
 from bagu.serve.http.errors import ApiError
 
-__all__ = ["ResponseFormat", "StructuredOutputs", "grammar_of"]
-
 Schema = dict[str, Any] | bool
 
 

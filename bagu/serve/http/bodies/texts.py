@@ -17,11 +17,6 @@ from bagu.errors import BaguError
 from bagu.serve.http.errors import ApiError
 from bagu.serve.wire.messages import Ready
 
-__all__ = [
-    "SHORT", "as_list", "check_chat_length", "check_length", "check_tokens", "encode", "encode_all", "render",
-    "tokens_left",
-]  # fmt: skip
-
 SHORT = 2**14  # characters or tokens that are accepted without a check: about a millisecond of work
 USUAL_CHARACTERS = 8  # per token; English has 4 to 5. The tokens of longer texts are counted piece by piece first.
 
@@ -32,9 +27,7 @@ def as_list(texts: str | list[int] | list[str] | list[list[int]]) -> list[str | 
     return [texts] if one else texts  # type: ignore[list-item, return-value]
 
 
-def encode_all(
-    texts: str | list[int] | list[str] | list[list[int]], ready: Ready, param: str
-) -> list[list[int]]:  # fmt: skip
+def encode_all(texts: str | list[int] | list[str] | list[list[int]], ready: Ready, param: str) -> list[list[int]]:
     """The tokens of every prompt. Raises 400 for an empty prompt; token ids are checked and returned unchanged."""
     found = []
     for text in as_list(texts):

@@ -13,8 +13,6 @@ from bagu.serve.http.bodies.texts import SHORT, check_chat_length, check_tokens,
 from bagu.serve.http.errors import ApiError
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["DetokenizeBody", "TokenizeBody"]
-
 
 def _given(one: str, other: str) -> dict[str, Any]:
     """The schema of a body with `one` and without `other`; null counts as missing."""

@@ -20,8 +20,6 @@ from bagu.serve.message.schema_check import schema_error
 from bagu.serve.message.tool_grammar import Tool
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["ToolChoice", "ToolFields", "ToolName"]
-
 MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Mode = Literal["auto", "required"]

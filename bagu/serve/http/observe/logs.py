@@ -13,8 +13,6 @@ from typing import Any
 
 from bagu.serve.http.observe.record import RequestRecord
 
-__all__ = ["JsonFormatter", "log_config", "log_request", "request_fields"]
-
 PROBES = ("/health", "/metrics", "/engine")
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["CONTENT_TYPE", "KEPT", "Gauges", "Histogram", "Metrics", "labels", "metrics_text", "sample"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds of the buckets in seconds, as in vLLM
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -228,10 +226,12 @@ def _gauges(engine: Gauges, label: str) -> Iterator[str]:
         ("bagu:grammar_forced_tokens_total", "counter", "Tokens that a grammar forced.", engine.forced_tokens),
         ("bagu:grammar_mask_seconds_total", "counter", "Time to compute token masks.", engine.mask_s),
         (
-            "bagu:grammar_mask_wait_seconds_total", "counter",
-            "The part of it in the engine's thread; the rest overlapped with the model.", engine.mask_wait_s,
+            "bagu:grammar_mask_wait_seconds_total",
+            "counter",
+            "The part of it in the engine's thread; the rest overlapped with the model.",
+            engine.mask_wait_s,
         ),
-    ):  # fmt: skip
+    ):
         yield from _metric(name, kind, help)
         yield f"{name}{{{label}}} {value}"
 

@@ -15,8 +15,6 @@ from starlette.types import Scope
 
 from bagu.serve.http.pending import PendingCall
 
-__all__ = ["RECORD", "Observer", "RequestRecord"]
-
 RECORD = "bagu.record"  # key in the scope
 REQUEST_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without blanks, so that it can be a header and a log field
 

@@ -20,8 +20,6 @@ from urllib.parse import urlsplit
 from bagu.errors import ArgumentError, BaguError
 from bagu.serve.http.observe.record import RequestRecord
 
-__all__ = ["Tracing", "attributes"]
-
 OPERATIONS: Mapping[str, str] = {  # routes that are traced: their gen_ai.operation.name
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",

@@ -24,8 +24,6 @@ from bagu.serve.http.openapi import schemas
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["OPERATIONS", "Operation", "describe"]
-
 STREAM = (
     'With "stream": true, server-sent events: `data: ` and a JSON object with `choices[].{piece}`, or with `error` if '
     "the generation fails; `data: [DONE]` at the end."
@@ -69,10 +67,12 @@ class Operation:
         if self.needs is None or ready is None:
             return True
         offers = {
-            "chat": ready.generates and ready.chat is not None, "generation": ready.generates,
-            "embedding": ready.embeds, "scoring": ready.embeds or ready.scores,
+            "chat": ready.generates and ready.chat is not None,
+            "generation": ready.generates,
+            "embedding": ready.embeds,
+            "scoring": ready.embeds or ready.scores,
             "adapters": ready.loads_adapters,
-        }  # fmt: skip
+        }
         return offers[self.needs]
 
     @property
@@ -193,12 +193,13 @@ def describe(
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
-            "title": "bagu", "version": bagu.__version__,
+            "title": "bagu",
+            "version": bagu.__version__,
             "description": "The OpenAI API with vLLM's extra parameters. Fields that are in no schema are ignored.",
         },
         "paths": paths,
         "components": {"schemas": definitions},
-    }  # fmt: skip
+    }
     if has_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     _set_limits(document, names, ready)
@@ -212,12 +213,13 @@ def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
         if o.method == "POST" or o.access == "metrics" or MODEL in o.parameters:
             failures = {403: "The API key may not do this."} | failures
     found: dict[str, Any] = {
-        "operationId": o.name, "summary": o.summary,
+        "operationId": o.name,
+        "summary": o.summary,
         "responses": {
             "200": {"description": "The response.", "content": _content(o)},
             **{str(status): _failure(o, status, why) for status, why in sorted(failures.items())},
         },
-    }  # fmt: skip
+    }
     if o.description:
         found["description"] = o.description
     if o.parameters:

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-__all__ = ["HEADERS", "page"]
-
 HEADERS = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'",

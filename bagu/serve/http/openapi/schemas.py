@@ -10,11 +10,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = [
-    "ChatCompletion", "Completion", "DeletedResponse", "Detokenized", "EmbeddingList", "EngineState", "Failure",
-    "Health", "Model", "ModelList", "ModelResponse", "Reranked", "ScoreList", "Tokenized", "Unhealthy", "Version",
-]  # fmt: skip
-
 
 class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid")

@@ -15,8 +15,6 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.responses_api.items import input_messages
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["ResponsesBody", "ResponsesChat"]
-
 # fields of the chat request -> fields of this body, for the `param` of an error
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 SHARED = (

@@ -14,8 +14,6 @@ from typing import Any
 from bagu.serve.http.bodies.messages import arguments_object
 from bagu.serve.http.errors import ApiError
 
-__all__ = ["input_messages", "output_messages"]
-
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
 ITEMS = "message, function_call, function_call_output or reasoning"

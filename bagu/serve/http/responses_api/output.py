@@ -18,8 +18,6 @@ from typing import Any
 from bagu.serve.http.parsed_response import ParsedMessage
 from bagu.serve.message.parser import CallDelta, Content, Delta, Reasoning
 
-__all__ = ["Emit", "OutputItems"]
-
 Emit = Callable[..., None]  # (event type, fields)
 
 

@@ -18,8 +18,6 @@ from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import Event, TokenEvent
 from bagu.serve.wire.messages import Ready
 
-__all__ = ["ModelResponse"]
-
 
 class ModelResponse(GenerationResponse):
     """A response object. When it is complete it is put into `store` for its `owner`, with `messages`,
@@ -86,10 +84,12 @@ class ModelResponse(GenerationResponse):
     def usage(self) -> dict[str, Any]:
         found = super().usage()
         return {
-            "input_tokens": found["prompt_tokens"], "input_tokens_details": found["prompt_tokens_details"],
-            "output_tokens": found["completion_tokens"], "total_tokens": found["total_tokens"],
+            "input_tokens": found["prompt_tokens"],
+            "input_tokens_details": found["prompt_tokens_details"],
+            "output_tokens": found["completion_tokens"],
+            "total_tokens": found["total_tokens"],
             "output_tokens_details": {"reasoning_tokens": self.message.reasoning_tokens},
-        }  # fmt: skip
+        }
 
     def _emit(self, kind: str, **fields: Any) -> None:
         if self.job.stream:

@@ -16,8 +16,6 @@ from bagu.serve.http.responses_api.response import ModelResponse
 from bagu.serve.http.responses_api.store import ResponseStore
 from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes, key_of, user_of
 
-__all__ = ["ResponsesRoutes"]
-
 
 class ResponsesRoutes(Routes):
     def __init__(self, models: Models, metrics: Metrics, config: ApiConfig) -> None:

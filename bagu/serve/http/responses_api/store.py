@@ -13,8 +13,6 @@ from typing import Any
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.responses import to_json
 
-__all__ = ["ResponseStore", "StoredResponse"]
-
 MAX_RESPONSES = 10_000
 MAX_BYTES = 64 * 2**20
 
