@@ -13,10 +13,10 @@ from bagu.recipes import serve as recipe
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options with which servers would have started."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(recipe, "serve_main", lambda model, **options: calls.append({"model": model, **options}))
+    calls: list[Any] = []
+    monkeypatch.setattr(recipe, "serve_main", lambda *values: calls.append(values))
     return calls
 
 
@@ -26,7 +26,7 @@ def serve(*argv: str) -> None:
     assert not end.value.code, end.value.code
 
 
-def test_a_toml_file_sets_options_and_the_command_line_wins(tmp_path: Path, started: list[dict[str, Any]]) -> None:
+def test_a_toml_file_sets_options_and_the_command_line_wins(tmp_path: Path, started: list[Any]) -> None:
     path = tmp_path / "serve.toml"
     path.write_text(
         '# tuned\nmax_num_seqs = 16\nmax-num-batched-tokens = 512\nenable_prefix_caching = false\nthreads = 2\n'
@@ -36,21 +36,21 @@ def test_a_toml_file_sets_options_and_the_command_line_wins(tmp_path: Path, star
     serve("folder", "--config", str(path), "--max-num-seqs", "4")
     serve("--max-num-seqs", "4", "folder", "--config", str(path))
     first, second = started
-    assert first == second and first["model"] == "folder"
-    engine = first["engine"]
-    assert (engine["max_num_seqs"], engine["max_num_batched_tokens"], engine["threads"]) == (4, 512, 2)
-    assert (engine["prefix_cache"], engine["quantization"], engine["tp"]) == (False, "int8", 1)
-    assert list(first["server"]["served_model_name"]) == ["a", "b"] and first["server"]["shutdown_timeout"] == 3
-    assert str(first["server"]["api_keys"]) == "keys.toml"
+    loader, engine, server, _ = first
+    assert first == second and loader.model == "folder"
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.threads) == (4, 512, 2)
+    assert (engine.prefix_cache, engine.quantization, engine.tp) == (False, "int8", 1)
+    assert server.served_model_name == ("a", "b") and server.shutdown_timeout == 3
+    assert server.api_keys == Path("keys.toml")
 
 
-def test_a_json_file_may_name_the_model(tmp_path: Path, started: list[dict[str, Any]]) -> None:
+def test_a_json_file_may_name_the_model(tmp_path: Path, started: list[Any]) -> None:
     path = tmp_path / "serve.json"
     path.write_text(json.dumps({"model": "folder", "served_model_name": "one", "kv_memory": None, "block_size": 32}))
     serve("--config", str(path))
-    (call,) = started
-    assert call["model"] == "folder" and call["engine"]["block_size"] == 32 and call["engine"]["kv_memory"] is None
-    assert list(call["server"]["served_model_name"]) == ["one"]
+    ((loader, engine, server, _),) = started
+    assert loader.model == "folder" and engine.block_size == 32 and engine.kv_memory is None
+    assert server.served_model_name == ("one",)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_json_file_may_name_the_model(tmp_path: Path, started: list[dict[str, 
     ],
 )
 def test_a_wrong_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[dict[str, Any]], text: str, says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[Any], text: str, says: str
 ) -> None:
     path = tmp_path / "serve.toml"
     path.write_text(text)

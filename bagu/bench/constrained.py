@@ -151,7 +151,7 @@ def measure_pair(
     if [len(tokens) for tokens in free] != counts:
         raise BaguError(f"free text has {sum(map(len, free))} tokens, and constrained text {sum(counts)}")
     assert engine.tokenizer is not None
-    texts = [engine.tokenizer.decode([t for t in ids if t not in engine.sampler.eos_ids]) for ids in outputs]
+    texts = [engine.tokenizer.decode([t for t in ids if t not in engine.scheduler.config.eos_ids]) for ids in outputs]
     return Pair(
         tokens=sum(counts) - streams, forced=after.forced_tokens - before.forced_tokens, constrained_s=constrained_s,
         free_s=free_s, mask_s=after.mask_s - before.mask_s, mask_wait_s=after.mask_wait_s - before.mask_wait_s,

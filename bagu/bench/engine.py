@@ -128,14 +128,14 @@ def _bagu(
     if case.streams:
         longest = max(case.prompt + case.new + 1, min(LEAST_LEN, model.config.max_len))
         names, configs = ["bagu"], [replace(config, max_model_len=longest)]
-        if config.speculative is not None or config.max_adapters:  # two pools in the memory of one
+        if config.speculative is not None or config.adapter_slots:  # two pools in the memory of one
             share = size_pool(model, configs[0]).num_blocks // 2
             plain = replace(configs[0], speculative=None, max_adapters=0)
             configs = [replace(c, num_blocks=share) for c in (configs[0], plain)]
-            names.append(BASE if config.max_adapters else PLAIN)
+            names.append(BASE if config.adapter_slots else PLAIN)
         with ExitStack() as stack:
             engines = [stack.enter_context(closing(Engine(model, None, c))) for c in configs]
-            for number in range(config.max_adapters):
+            for number in range(config.adapter_slots):
                 adapter = random_adapter(model, config.max_adapter_rank, number)
                 engines[0].load_adapter(f"adapter-{number}", "random weights", adapter)
             for streams, measured in measure_in_turn(engines, case):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from typer import Option
@@ -16,20 +17,22 @@ from typer import Option
 from bagu.config import options
 
 
-def takes(*classes: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the options of dataclasses (bagu/config/options.py); it is called with one value of each class."""
+def takes(*classes: type[Any], **others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the options of dataclasses (bagu/config/options.py); it is called with one value of each class.
+    `others` are options of typer that act by their callback, as --config does; the verb does not see their values."""
     found = [(cls, *parameter) for cls in classes for parameter in options.parameters(cls)]
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
             values: dict[type[Any], dict[str, Any]] = {cls: {} for cls in classes}
-            for cls, field, kind, _ in found:
-                value = given[field.name]
-                values[cls][field.name] = tuple(value or ()) if get_origin(kind) is tuple else value
+            for cls, field, kind, note in found:
+                values[cls][field.name] = _read(given[field.name], kind, note)
             verb(*(cls(**values[cls]) for cls in classes))
 
-        types = {field.name: Annotated[_cli_type(kind, field), shown(note)] for _, field, kind, note in found}
-        defaults = {field.name: _cli_default(field) for _, field, _, _ in found}
+        types = others | {
+            field.name: Annotated[_cli_type(kind, field, note), shown(note)] for _, field, kind, note in found
+        }
+        defaults = dict.fromkeys(others) | {field.name: _cli_default(field) for _, field, _, _ in found}
         run.__name__, run.__doc__, run.__annotations__ = verb.__name__, verb.__doc__, types
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
@@ -49,11 +52,23 @@ def shown(note: options.Argument | options.Option) -> Any:
     return Option(*note.flags, metavar=note.metavar, envvar=note.envvar, help=note.help)
 
 
-def _cli_type(kind: Any, field: Any) -> Any:
-    """typer reads a repeatable option as a list, or None."""
-    if get_origin(kind) is not tuple:
-        return kind
-    return list[get_args(kind)[0]] if options.default_of(field) is MISSING else list[get_args(kind)[0]] | None  # type: ignore[misc]
+def _cli_type(kind: Any, field: Any, note: options.Argument | options.Option) -> Any:
+    """The type that typer reads: a repeatable option is a list or None, and what `parse` reads is a string. So is one
+    of several names: the dataclass refuses others."""
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    repeatable = next((m for m in members if get_origin(m) is tuple), None)
+    one = get_args(repeatable)[0] if repeatable else next(m for m in members if m is not NoneType)
+    if getattr(note, "parse", None) is not None or get_origin(one) is Literal:
+        one = str
+    whole: Any = list[one] if repeatable else one  # type: ignore[valid-type]
+    return whole | None if options.default_of(field) in (None, ()) else whole
+
+
+def _read(value: Any, kind: Any, note: options.Argument | options.Option) -> Any:
+    parse = getattr(note, "parse", None) or (lambda text: text)
+    if get_origin(kind) is tuple:
+        return tuple(map(parse, value or ()))
+    return None if value is None else parse(value)
 
 
 def _cli_default(field: Any) -> Any:
@@ -84,11 +99,9 @@ OpDtype = Annotated[str | None, Option(help="bf16, fp16, fp32 or fp64. Default: 
 ModelDtype = Annotated[str, shown(options.MODEL_DTYPE)]
 BenchDtype = Annotated[str | None, Option(help="bf16 or fp32. Default: the faster one on this machine.")]
 ApiKey = Annotated[str | None, shown(options.API_KEY)]
-KVDtype = Annotated[str, Option(help="Dtype of the KV cache: auto (the model's), int8 or fp8.")]
-TensorParallel = Annotated[
-    int, Option("--tp", "--tensor-parallel-size", help="Divide the model over this many processes, one per GPU.")
-]
-PrefixCaching = Annotated[bool, Option(help="Reuse the KV cache of common prompt prefixes.")]
+KVDtype = Annotated[str, shown(options.KV_DTYPE)]
+TensorParallel = Annotated[int, shown(options.TENSOR_PARALLEL)]
+PrefixCaching = Annotated[bool, Option(help=options.PREFIX_CACHING)]
 SharedPrefix = Annotated[int, Option(help="Number of leading tokens that all prompts have in common.")]
 Rounds = Annotated[int, Option(help="How many times to run all implementations, in turn.")]
 Results = Annotated[Path | None, Option(help="The folder of results. Default: benchmarks/results or a subfolder.")]

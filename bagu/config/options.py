@@ -15,7 +15,7 @@ not an option. Nothing here imports more than the standard library, so that a da
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -30,12 +30,14 @@ class Argument:
 
 @dataclass(frozen=True)
 class Option:
-    """An option, by `flags` or --field-name; `envvar` is the environment variable that sets it too."""
+    """An option, by `flags` or --field-name; `envvar` is the environment variable that sets it too. `parse` reads the
+    value, or each value of a repeatable option, from its text."""
 
     help: str
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     envvar: str | None = None
+    parse: Callable[[str], Any] | None = None
 
 
 def parameters(cls: type[Any]) -> Iterator[tuple[Field[Any], Any, Argument | Option]]:
@@ -81,4 +83,9 @@ MODEL_DTYPE = Option("bf16, fp32 or auto. auto picks the faster one on this mach
 API_KEY = Option("The API key that the server requires.", envvar="BAGU_API_KEY")
 QUANTIZATION = Option("int8, int4 or fp8 weights in linear layers.")
 INVARIANT = Option("Bitwise equal results at any batch size; slower.", flags=("--invariant",))
+KV_DTYPE = Option("Dtype of the KV cache: auto (the model's), int8 or fp8.")
+TENSOR_PARALLEL = Option(
+    "Divide the model over this many processes, one per GPU.", flags=("--tp", "--tensor-parallel-size")
+)
+PREFIX_CACHING = "Reuse the KV cache of common prompt prefixes."
 AS_JSON = Option("Print JSON, and nothing else, on stdout.", flags=("--json",))

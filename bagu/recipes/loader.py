@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from bagu.config.options import DEVICE, MODEL, MODEL_DTYPE, TOKENIZER
 from bagu.errors import BaguError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Loads (model, tokenizer, chat encoder) in the engine process. It is pickled, so its fields are plain values."""
+    """Loads (model, tokenizer, chat encoder) in the engine process. It is pickled, so its fields are plain values.
+    The first four are options of `bagu serve`."""
 
-    model: str
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    device: str | None = None
+    model: Annotated[str, MODEL]
+    tokenizer: Annotated[str | None, TOKENIZER] = None
+    dtype: Annotated[str, MODEL_DTYPE] = "auto"
+    device: Annotated[str | None, DEVICE] = None
     on_host: bool = False  # load to the host's memory: an engine with tp > 1 puts the parts on the devices
     allow_reward: bool = False  # a reward model is accepted: a server scores with it, others generate
     max_len: int | None = None  # of the sequences, if it is less than the model's (`from_pretrained`)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bagu.errors import ArgumentError
 from bagu.recipes.find import find_model
 from bagu.recipes.generation import generation_defaults
 from bagu.recipes.loader import Loader
 from bagu.serve.config import EngineConfig
+from bagu.serve.http.options import ServerOptions
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.version import Engine
 
@@ -23,40 +23,39 @@ class VersionEngines:
     takes precedence over `generation_config`."""
 
     loader: Loader
-    engine: dict[str, Any]
+    engine: EngineConfig
     generation_config: str = "auto"
 
     def __call__(self, folder: Path, settings: Settings, share: float) -> Engine:
         found = find_model(folder)
         generation = replace(generation_defaults(found, self.generation_config), **settings.sampling.sampling)
         own = {name: value for name in OVERRIDES if (value := getattr(settings, name)) is not None}
-        config = EngineConfig(
-            **{**self.engine, **own}, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts
+        config = replace(
+            self.engine, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts, **own
         )
         return Engine(replace(self.loader, model=str(folder), max_len=config.max_model_len), config)
 
 
 def repository_main(
-    folder: Path, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
+    folder: Path, *, loader: Loader, engine: EngineConfig, server: ServerOptions, generation_config: str = "auto"
 ) -> None:
     """Run the HTTP server with the models of a repository; each loaded version has an engine process."""
     from bagu.machine.device import named_device, this_machine
     from bagu.serve.repository.server import main
 
-    if server.get("served_model_name"):
+    if server.served_model_name:
         raise ArgumentError("a repository has its own model names", hint="leave out --served-model-name")
-    if engine.get("speculative") not in (None, "ngram"):
+    if engine.draft_model is not None:
         raise ArgumentError("a draft model cannot be used with a repository", hint="use --speculative ngram")
-    if engine.get("max_adapters"):
+    if engine.adapter_slots:
         raise ArgumentError(
             "adapters cannot be used with a repository", hint="serve the base model alone, or merge them"
         )
     machine = this_machine()
     on_gpu = named_device(loader.device).type == "cuda" and machine.gpus
-    options = {name: value for name, value in server.items() if name != "served_model_name"}
     main(
         folder,
         prepare=VersionEngines(loader=loader, engine=engine, generation_config=generation_config),
         memory_bytes=machine.gpus[0].memory_bytes if on_gpu else machine.memory_bytes,
-        **options,
+        options=server,
     )

@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from bagu.config.options import API_KEY, DEVICE, MODEL_DTYPE, TOKENIZER, Argument, Option
 from bagu.errors import BaguError
 from bagu.machine.cores import available_cores
 from bagu.machine.openmp import wait_briefly
 from bagu.recipes.loader import Loader
+from bagu.serve.config import EngineConfig
+from bagu.serve.http.options import ServerOptions
 
-DEFAULT_ADAPTERS = 8  # slots of a server that loads adapters by request
 TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the user nor generation_config.json sets one
 
 
-def adapter_settings(
-    given: Sequence[str], *, max_adapters: int | None, max_rank: int, root: Path | None, allow_loading: bool = False
-) -> dict[str, Any]:
-    """The engine's settings for `--adapter NAME=PATH`. Without `max_adapters` there is room for those that are given
-    and, if requests may load others from folders below `root`, for DEFAULT_ADAPTERS. `allow_loading` is the deprecated
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of `bagu serve` besides those of the loader, the engine and the HTTP server."""
+
+    # auto: generation_config.json in the model's folder
+    generation_config: Annotated[str, Option("Sampling defaults: auto (the model's own), none, or a folder.")] = "auto"
+    allow_adapter_loading: Annotated[
+        bool, Option("Deprecated: --adapter-root is enough.", flags=("--allow-adapter-loading",))
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    model: Annotated[str, Argument("A model (as for `bagu serve`), or the URL of a server.", metavar="MODEL")]
+    system: Annotated[str, Option("The system prompt.")] = ""
+    temperature: Annotated[float | None, Option("0 is greedy. Default: the server's or model's, or 0.7.")] = None
+    max_tokens: Annotated[int | None, Option("Maximum answer length. Default: the rest of the context.")] = None
+    prompt: Annotated[str | None, Option("Answer this one prompt and exit.")] = None
+    tokenizer: Annotated[str | None, TOKENIZER] = None
+    dtype: Annotated[str, MODEL_DTYPE] = "auto"
+    api_key: Annotated[str | None, API_KEY] = None
+    device: Annotated[str | None, DEVICE] = None
+
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """The settings that are given."""
+        given: dict[str, float | int | None] = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def with_adapters(config: EngineConfig, *, allow_loading: bool = False) -> EngineConfig:
+    """The configuration with an absolute `adapter_root`, if that is a folder. `allow_loading` is the deprecated
     `--allow-adapter-loading`."""
+    root = config.adapter_root
     if allow_loading:
         if root is None:
             raise BaguError(
@@ -30,95 +60,70 @@ def adapter_settings(
                 hint="give --adapter-root DIR alone: requests load adapters from folders below it",
             )
         print("bagu serve: --allow-adapter-loading is deprecated; --adapter-root is enough", file=sys.stderr)
-    if root is not None and not root.expanduser().is_dir():
+    if root is None:
+        return config
+    if not root.expanduser().is_dir():
         raise BaguError(f"--adapter-root {root} is not a folder", hint="give a folder of adapters")
-    pairs = []
-    for text in given:
-        name, equals, path = text.partition("=")
-        if not (name and equals and path):
-            raise BaguError(f"--adapter {text!r}", hint="write NAME=PATH, the name for requests and the folder")
-        pairs.append((name, path))
-    room = max(len(pairs), DEFAULT_ADAPTERS if root is not None else 0) if max_adapters is None else max_adapters
-    if root is not None and not room:
-        raise BaguError("--adapter-root with --max-adapters 0", hint="allow 1 or more, or leave one out")
-    return {
-        "adapters": tuple(pairs), "max_adapters": room, "max_adapter_rank": max_rank,
-        "adapter_root": None if root is None else str(root.expanduser().absolute()),
-    }  # fmt: skip
+    return replace(config, adapter_root=root.expanduser().absolute())
 
 
-def serve_main(
-    model: str, *, loader: Loader, engine: dict[str, Any], server: dict[str, Any], generation_config: str = "auto"
-) -> None:
-    """Run the HTTP server for a model or a repository (serve/repository), with the engines in separate processes.
-
-    `generation_config` is "auto" (read generation_config.json from the model's folder), "none", or a folder that
-    contains the file.
-    """
+def serve_main(loader: Loader, engine: EngineConfig, server: ServerOptions, more: ServeOptions | None = None) -> None:
+    """Run the HTTP server for a model or a repository (serve/repository), with the engines in separate processes."""
     wait_briefly()  # the engine process inherits this environment
     from bagu.machine.hub import find_adapter
     from bagu.recipes.find import find_model
     from bagu.recipes.generation import check_generation_config, generation_defaults
-    from bagu.serve.config import EngineConfig
     from bagu.serve.http.server import main
     from bagu.serve.repository.layout import is_repository
 
-    loader = replace(loader, max_len=engine.get("max_model_len"))
-    tp = engine.get("tp", 1)
-    if tp > 1:
-        engine = {**engine, "device": loader.device or "auto"}
-        loader = replace(loader, on_host=True)
-    spare = max(1, (available_cores() - 1) // max(tp, 1))  # one core is left for the HTTP server and tokenizer
-    if engine.get("threads") is None:
-        engine = {**engine, "threads": spare}
+    more = more or ServeOptions()
+    engine = with_adapters(engine, allow_loading=more.allow_adapter_loading)
+    model = loader.model
+    loader = replace(loader, max_len=engine.max_model_len, allow_reward=True, on_host=engine.tp > 1)
+    if engine.tp > 1:
+        engine = replace(engine, device=loader.device or "auto")
+    if engine.threads is None:  # one core is left for the HTTP server and tokenizer
+        engine = replace(engine, threads=max(1, (available_cores() - 1) // engine.tp))
     if is_repository(Path(model)):
         from bagu.recipes.repository import repository_main
 
-        check_generation_config(generation_config)
-        repository_main(Path(model), loader=loader, engine=engine, server=server, generation_config=generation_config)
+        check_generation_config(more.generation_config)
+        repository_main(
+            Path(model), loader=loader, engine=engine, server=server, generation_config=more.generation_config
+        )
         return
     found = find_model(model)  # a wrong name is reported here, before anything starts
-    engine = {**engine, "generation": generation_defaults(found, generation_config)}
-    for _, path in engine.get("adapters", ()):
+    engine = replace(engine, generation=generation_defaults(found, more.generation_config))
+    for _, path in engine.adapters:
         find_adapter(path)
-    config = EngineConfig(**engine)
-    draft = config.draft_model
+    draft = engine.draft_model
     if draft is not None:
         find_model(draft)
-    main(
-        Path(model).name or model, load=loader, config=config,
-        load_draft=None if draft is None else replace(loader, model=draft, tokenizer=None, allow_reward=False),
-        **server,
-    )  # fmt: skip
+    load_draft = None if draft is None else replace(loader, model=draft, tokenizer=None, allow_reward=False)
+    main(Path(model).name or model, load=loader, config=engine, load_draft=load_draft, options=server)
 
 
-def chat_main(
-    model: str,
-    *,
-    loader: Loader,
-    system: str,
-    settings: dict[str, float | int],
-    prompt: str | None,
-    api_key: str | None,
-) -> int:
-    """Chat in the terminal with a local model, or with a server if `model` is a URL. A setting that is not in
-    `settings` takes the server's default, or for a local model that of its generation_config.json."""
+def chat_main(options: ChatOptions) -> int:
+    """Chat in the terminal with a local model, or with a server if the model is a URL. A setting that is not given
+    takes the server's default, or for a local model that of its generation_config.json."""
     wait_briefly()
     from bagu.recipes.find import find_model
     from bagu.recipes.generation import read_generation
     from bagu.serve.chat import terminal
     from bagu.serve.chat.clients import EngineChat, HttpChat
 
+    model, settings = options.model, options.sampling
+    show = partial(terminal.main, system=options.system, prompt=options.prompt)
     if model.startswith(("http://", "https://")):
-        given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(loader, k) not in (None, "auto")]
+        given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(options, k) not in (None, "auto")]
         if given:
             raise BaguError(
                 f"{', '.join(given)} cannot be used with a server's URL", hint="set it where the server is started"
             )
-        return terminal.main(HttpChat(model, api_key=api_key), system=system, settings=settings, prompt=prompt)
-    from bagu.serve.config import EngineConfig
+        return show(HttpChat(model, api_key=options.api_key), settings=settings)
     from bagu.serve.engine import Engine
 
+    loader = Loader(model=model, tokenizer=options.tokenizer, dtype=options.dtype, device=options.device)
     loaded, tokenizer, encoder = loader()
     if encoder is None:
         raise BaguError(
@@ -126,9 +131,6 @@ def chat_main(
         )
     generation = read_generation(find_model(model))
     engine = Engine(loaded, tokenizer, EngineConfig(generation=generation))
-    settings = {"temperature": TEMPERATURE, **generation.sampling, **settings}
     name = Path(model).name or model
-    chat = EngineChat(
-        engine, encoder.prompt, name=name, max_len=engine.max_model_len, turn_ends=encoder.turn_ends
-    )  # fmt: skip
-    return terminal.main(chat, system=system, settings=settings, prompt=prompt)
+    chat = EngineChat(engine, encoder.prompt, name=name, max_len=engine.max_model_len, turn_ends=encoder.turn_ends)
+    return show(chat, settings={"temperature": TEMPERATURE, **generation.sampling, **settings})

@@ -46,7 +46,7 @@ def build_runner(model: Transformer, config: EngineConfig, pool: Pool, ranks: Ra
     if ranks is not None:
         return LeadRunner(model, kv, config, pool.max_model_len, ranks)
     linear = StackedLinear if table.is_cuda else GroupedLinear
-    weights = AdapterWeights(model, linear) if config.max_adapters else None
+    weights = AdapterWeights(model, linear) if config.adapter_slots else None
     return Runner(model, kv, config, pool.max_model_len, adapters=weights)
 
 

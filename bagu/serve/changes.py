@@ -11,7 +11,7 @@ Dims: R = rows, A = changed logits of a row, V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,6 @@ import torch
 from bagu.serve.request import Sampling
 
 FEWEST = 64  # A is a power of two and at least this: few different shapes, so that launches are replayed
-
-
 NONE = np.empty(0, dtype=np.int64)
 
 
@@ -31,7 +29,7 @@ class Row(NamedTuple):
     sampling: Sampling
     tokens: Sequence[int]  # prompt and output
     num_prompt: int
-    eos_ids: Sequence[int] = ()
+    stops: Set[int] = frozenset()  # the tokens that end the output
 
     @property
     def num_output(self) -> int:
@@ -105,5 +103,5 @@ def _masked(row: Row, V: int) -> list[int]:
     s = row.sampling
     if row.num_output >= s.min_tokens or s.grammar is not None:
         return []
-    ends = [t for t in {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_ids)} if t < V]
+    ends = [t for t in row.stops if t < V]
     return ends if len(ends) < V else []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
+from bagu.config.options import INVARIANT, KV_DTYPE, PREFIX_CACHING, QUANTIZATION, TENSOR_PARALLEL, Option
 from bagu.errors import ArgumentError, UnknownName
 from bagu.serve.message.format import REASONING_PARSERS
 from bagu.serve.message.forms import find_form
@@ -14,6 +16,7 @@ from bagu.serve.request import Sampling
 Quantization = Literal["int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 
+DEFAULT_ADAPTERS = 8  # slots of a server that loads adapters by request
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -23,6 +26,14 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ArgumentError(f"{text!r} is not a size", hint="write 512MiB, 2GB, or a number of bytes")
     return int(float(found[1]) * UNITS[found[2] or ""])
+
+
+def name_and_path(text: str) -> tuple[str, str]:
+    """The value of `--adapter NAME=PATH`."""
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise ArgumentError(f"--adapter {text!r}", hint="write NAME=PATH, the name for requests and the folder")
+    return name, path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,38 +75,65 @@ class GenerationDefaults(SamplingDefaults):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine, with vLLM's names for the same options. None means: chosen for this model and machine."""
+    """Options of an engine, with vLLM's names for the same options. None means: chosen for this model and machine.
+    What has an `Option` is an option of `bagu serve` too."""
 
-    block_size: int | None = None  # positions per KV block; None: chosen in kv/pool.py
-    num_blocks: int | None = None  # KV blocks of the pool; None: as many as fit `kv_memory` or the GPU's memory
-    kv_memory: int | None = None  # bytes of the KV pool, with tp > 1 of each rank; None: chosen in kv/pool.py
-    # of the KV cache; auto: the model's; others have a scale per head
-    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, KV pool and workspace
+    quantization: Annotated[Quantization | None, QUANTIZATION] = None  # on a CPU of the head too (quantization.py)
+    tp: Annotated[int, TENSOR_PARALLEL] = 1
+    # None: the model's maximum, or the size of the pool if that is smaller
+    max_model_len: Annotated[int | None, Option("Maximum tokens of a prompt plus its output.")] = None
+    max_num_seqs: Annotated[int, Option("Maximum number of sequences that run at once.")] = 256
+    max_num_batched_tokens: Annotated[int | None, Option("Maximum tokens per step. Default: 2048, on a GPU 16384.")] = (
+        None
+    )
+    block_size: Annotated[int | None, Option("Tokens per KV block. Default: 16.")] = None  # on a GPU: kv/pool.py
+    # of each rank; None: torch's (`bagu serve` sets the number of cores - 1)
+    threads: Annotated[int | None, Option("CPU threads of the engine. Default: one fewer than cores.")] = None
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], KV_DTYPE] = "auto"
+    # for weights, KV pool and workspace
+    gpu_memory_utilization: Annotated[float, Option("Fraction of the GPU's memory to use.")] = 0.9
+    # with tp > 1 of each rank; None: chosen in kv/pool.py
+    kv_memory: Annotated[
+        int | None,
+        Option("KV cache size, e.g. 2GB. Default: free memory, on a CPU up to 1GiB.", parse=parse_bytes),
+    ] = None
+    num_blocks: Annotated[int | None, Option("Size of the KV cache in blocks, instead of bytes.")] = None
+    prefix_cache: Annotated[
+        bool, Option(PREFIX_CACHING, flags=("--enable-prefix-caching/--no-enable-prefix-caching",))
+    ] = True
+    speculative: Annotated[
+        str | None, Option("Draft tokens by prompt lookup (ngram), or by the model at this path.")
+    ] = None
+    speculative_tokens: Annotated[int, Option("Maximum drafted tokens per sequence and step.")] = 7
+    adapters: Annotated[  # (name, path), loaded at the start
+        tuple[tuple[str, str], ...],
+        Option(
+            "A LoRA adapter (PEFT, or a LoRA run); repeatable.",
+            flags=("--adapter",), metavar="NAME=PATH", parse=name_and_path,
+        ),
+    ] = ()  # fmt: skip
+    max_adapters: Annotated[
+        int | None, Option("Maximum adapters at once. Default: the given ones; 8 if requests load them.")
+    ] = None
+    max_adapter_rank: Annotated[int, Option("Maximum rank of an adapter.")] = 16
+    adapter_root: Annotated[
+        Path | None, Option("Let requests (with keys: of an admin) load adapters from folders below this one.")
+    ] = None
+    embeddings: Annotated[
+        bool, Option("Serve a decoder's embeddings (its last token's state), not its text.", flags=("--embeddings",))
+    ] = False
+    invariant: Annotated[bool, INVARIANT] = False  # bagu.ops.invariant
+    seed: Annotated[int, Option("Seed for the requests that do not set one.")] = 0
+    tool_parser: Annotated[  # auto: by the chat template
+        str, Option("Form of tool calls: auto, none, hermes, llama3, mistral, deepseek_v3, ...")
+    ] = "auto"
+    reasoning_parser: Annotated[str, Option("Reasoning in <think> tags: auto, none or think.")] = "auto"
+    # the rest is not set by the command line
+    device: str | None = None  # where the engine runs: cpu, cuda or auto (a GPU if there is one); None: with the model
     memory_share: float | None = None  # fraction of the device's memory for this engine alone, beside other engines
-    max_model_len: int | None = None  # None: the model's maximum, or the size of the pool if that is smaller
-    tp: int = 1  # ranks that divide the model (tensor parallelism), each a process on this machine
-    # where the engine runs: cpu, cuda or auto (a GPU if there is one); None: where the model is
-    device: str | None = None
-    max_num_seqs: int = 256  # choices that run at the same time
-    max_num_batched_tokens: int | None = None  # prefill and decode tokens per step; None: 2048 on a CPU, 16384 on a GPU
-    prefix_cache: bool = True
-    quantization: Quantization | None = None  # of the linear layers, and on a CPU of the head (quantization.py)
-    threads: int | None = None  # CPU threads of each rank; None: torch's (`bagu serve` sets the number of cores - 1)
     async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
-    speculative: str | None = None  # drafts by prompt lookup ("ngram") or by the draft model at this path
-    speculative_tokens: int = 7  # drafts of a sequence in a step, at most; the step then has 8 of its tokens
     speculative_always: bool = False  # verify every draft, also where it is measured to lose time
-    adapters: tuple[tuple[str, str], ...] = ()  # (name, path) of the LoRA adapters that are loaded at the start
-    max_adapters: int = 0  # LoRA adapters that can be loaded at the same time; 0: none
-    max_adapter_rank: int = 16
-    adapter_root: str | None = None  # requests may load adapters from folders below it; None: from nowhere
-    embeddings: bool = False  # serve the embeddings of a decoder instead of its text
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
-    invariant: bool = False  # the bits of a row do not depend on its batch (bagu.ops.invariant)
-    seed: int = 0  # seeds the requests that have no seed
-    tool_parser: str = "auto"  # form of tool calls: a name in message/forms.py; auto: by the chat template; none
-    reasoning_parser: str = "auto"  # think: messages begin with <think>; auto: by the chat template; none
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     warmup_prompts: tuple[str, ...] = ()  # run before the server takes requests; one that fails stops the start
 
@@ -150,11 +188,13 @@ class EngineConfig:
                 )
 
     def _check_adapters(self) -> None:
-        if not len(self.adapters) <= self.max_adapters:
+        if not len(self.adapters) <= self.adapter_slots:
             raise ArgumentError(
                 f"engine: {len(self.adapters)} adapters, and max_adapters = {self.max_adapters}",
                 hint="raise max_adapters, or load fewer",
             )
+        if self.adapter_root is not None and not self.adapter_slots:
+            raise ArgumentError("--adapter-root with --max-adapters 0", hint="allow 1 or more, or leave one out")
         names = [name for name, _ in self.adapters]
         if len(set(names)) < len(names):
             raise ArgumentError(
@@ -164,11 +204,18 @@ class EngineConfig:
             ("invariant", self.invariant, "the bits of an adapter's products may depend on its slot"),
             (f"tp = {self.tp}", self.tp > 1, "the other ranks hold no adapters"),
         ):
-            if self.max_adapters and used:
+            if self.adapter_slots and used:
                 raise ArgumentError(
                     f"engine: adapters cannot be combined with {option}: {reason}",
                     hint="merge the adapter (bagu export) and serve the merged model, or choose one of the two",
                 )
+
+    @property
+    def adapter_slots(self) -> int:
+        """How many LoRA adapters can be loaded at the same time."""
+        if self.max_adapters is not None:
+            return self.max_adapters
+        return max(len(self.adapters), 0 if self.adapter_root is None else DEFAULT_ADAPTERS)
 
     @property
     def draft_model(self) -> str | None:

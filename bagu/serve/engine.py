@@ -93,7 +93,7 @@ class Engine(GenerationMixin):
         self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache)
         self.speculator = build_speculator(model, tokenizer, config, pool, draft)
         self.scheduler = Scheduler(scheduler_config(model, config, pool, stops), self.blocks, self.speculator)
-        self.adapters = AdapterRegistry(model, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
+        self.adapters = AdapterRegistry(model, max_adapters=config.adapter_slots, max_rank=config.max_adapter_rank)
         self.runner = build_runner(model, config, pool, self.ranks)
         self.sampler = Sampler(self.runner, tokenizer, config.seed, stops)
         vocab_size = model.config.vocab_size

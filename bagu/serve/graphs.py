@@ -47,6 +47,18 @@ class Padding(NamedTuple):
     lengths: np.ndarray  # int32
     max_len: int  # a bound of the tokens of any sequence
 
+    def bucket(self, step: StepArrays, longest: int) -> Bucket:
+        """The bucket that a step fills with this padding. `longest`: the most positions that a sequence may have."""
+        least = 1 if step.max_len == 1 else CONTEXT
+        context = min(max(bucket(step.max_context, coarse=True), least), longest)
+        return Bucket(
+            sequences=len(step.context_lens) + len(self.ends),
+            tokens=len(step.ids) + self.tokens,
+            max_len=self.max_len,
+            context=max(context, self.max_len),
+            adapters=step.adapters is not None,
+        )
+
 
 def bucket(count: int, *, coarse: bool = False) -> int:
     """The size that `count` is padded to."""
@@ -191,12 +203,7 @@ class GraphDecode:
         """The graph for this step, captured if it is the first of its bucket, with the step as its input. Replay it
         before the next call."""
         more = padding(len(step.ids), len(step.context_lens), step.max_len)
-        least = 1 if step.max_len == 1 else CONTEXT
-        context = min(max(bucket(step.max_context, coarse=True), least), self.max_model_len)
-        size = Bucket(
-            sequences=len(step.context_lens) + len(more.ends), tokens=len(step.ids) + more.tokens,
-            max_len=more.max_len, context=max(context, more.max_len), adapters=step.adapters is not None,
-        )  # fmt: skip
+        size = more.bucket(step, self.max_model_len)
         found = self.captured.get(size)
         inputs = self._inputs(size) if found is None else found.inputs
         inputs.fill(step, more, self.spare, self.kv.block_size)

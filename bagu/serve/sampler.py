@@ -62,7 +62,7 @@ class _RequestState:
 
 class Sampler:
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, seed: int, eos_ids: tuple[int, ...]) -> None:
-        self.runner, self.tokenizer, self.eos_ids = runner, tokenizer, eos_ids
+        self.runner, self.tokenizer = runner, tokenizer
         self._seeds = random.Random(seed)  # for requests without a seed
         self._states: dict[str, _RequestState] = {}
         self._slots = Slots(runner.source.config.vocab_size)
@@ -187,7 +187,7 @@ class Sampler:
     def _changes(self, plan: Plan, before: list[list[int]]) -> Changes | None:
         """The logits that bias, penalties and masks change. `before`: the drafts between a sequence and its sample."""
         rows = [
-            Row(s.request.sampling, s.tokens + drafts if drafts else s.tokens, s.num_prompt, self.eos_ids)
+            Row(s.request.sampling, s.tokens + drafts if drafts else s.tokens, s.num_prompt, s.stops)
             if s.request.id in self._adjusted and not s.finished
             else None
             for s, drafts in zip(plan.sampled, before, strict=True)

@@ -21,8 +21,9 @@ from bagu.recipes.generation import read_generation
 from bagu.recipes.loader import Loader
 from bagu.recipes.models import save_model
 from bagu.recipes.repository import VersionEngines
-from bagu.recipes.serve import serve_main
-from bagu.serve.config import GenerationDefaults
+from bagu.recipes.serve import ServeOptions, serve_main
+from bagu.serve.config import EngineConfig, GenerationDefaults
+from bagu.serve.http.options import ServerOptions
 from bagu.serve.repository.layout import Settings
 
 PROMPT = "def f(x):"
@@ -72,7 +73,7 @@ def test_the_versions_of_a_repository_take_the_option(tmp_path: Path) -> None:
     write(tmp_path / "other", top_k=9)
 
     def defaults(setting: str) -> GenerationDefaults:
-        engines = VersionEngines(loader=Loader(model=""), engine={}, generation_config=setting)
+        engines = VersionEngines(loader=Loader(model=""), engine=EngineConfig(), generation_config=setting)
         settings = from_dict(Settings, {"sampling": {"temperature": 0.25}})
         return engines(tmp_path / "1", settings, 0.5).config.generation
 
@@ -83,7 +84,10 @@ def test_the_versions_of_a_repository_take_the_option(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.toml").touch()
     with pytest.raises(BaguError, match=r"there is no .*nowhere.generation_config\.json"):
         serve_main(
-            str(tmp_path), loader=Loader(model=""), engine={}, server={}, generation_config=str(tmp_path / "nowhere")
+            Loader(model=str(tmp_path)),
+            EngineConfig(),
+            ServerOptions(),
+            ServeOptions(generation_config=str(tmp_path / "nowhere")),
         )
 
 

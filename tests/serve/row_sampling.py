@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     choice: int
     tokens: Sequence[int]  # prompt and output
     num_prompt: int
-    eos_ids: Sequence[int] = ()
+    stops: Set[int] = frozenset()  # the tokens that end the output
 
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[Choice]) -> torch.Tensor:
@@ -31,7 +31,7 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[Choice]) -> torch.Tensor:
     slots = Slots(V)
     at = np.array([slots.add(r.sampling, r.seed, r.choice, r.num_prompt) for r in rows])
     parameters = slots.parameters(at, np.array([len(r.tokens) for r in rows]))
-    given = [Row(r.sampling, r.tokens, r.num_prompt, r.eos_ids) if adjusts(r.sampling) else None for r in rows]
+    given = [Row(r.sampling, r.tokens, r.num_prompt, r.stops) if adjusts(r.sampling) else None for r in rows]
     return sample(
         logits, parameters, changes(given, V), lambda *arrays: [torch.from_numpy(a).to(logits.device) for a in arrays]
     )

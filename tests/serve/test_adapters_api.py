@@ -12,7 +12,8 @@ from small_adapters import saved_adapter
 from tiny_server import KEY, MODEL, Running, eventually, load, running_server
 
 from bagu.errors import BaguError
-from bagu.recipes.serve import adapter_settings
+from bagu.recipes.serve import with_adapters
+from bagu.serve.config import EngineConfig, name_and_path
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -96,21 +97,22 @@ def test_a_server_loads_adapters_only_if_that_is_allowed(tiny: Running) -> None:
 
 
 def test_the_flags_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def settings(*given: str, **more: Any) -> dict[str, Any]:
-        return adapter_settings(given, **{"max_adapters": None, "max_rank": 16, "root": None} | more)
+    def settings(*given: str, root: Path | None = None, most: int | None = None, allow: bool = False) -> EngineConfig:
+        config = EngineConfig(adapters=tuple(map(name_and_path, given)), adapter_root=root, max_adapters=most)
+        return with_adapters(config, allow_loading=allow)
 
-    assert settings()["max_adapters"] == 0
-    assert settings("a=b", "c=d=e")["adapters"] == (("a", "b"), ("c", "d=e"))
-    assert settings("a=b")["max_adapters"] == 1 and settings(root=tmp_path)["max_adapters"] == 8
+    assert settings().adapter_slots == 0
+    assert settings("a=b", "c=d=e").adapters == (("a", "b"), ("c", "d=e"))
+    assert settings("a=b").adapter_slots == 1 and settings(root=tmp_path).adapter_slots == 8
     for wrong in ("a", "=b", "a="):
         with pytest.raises(BaguError, match="--adapter"):
             settings(wrong)
     with pytest.raises(BaguError, match="--max-adapters 0"):
-        settings(root=tmp_path, max_adapters=0)
+        settings(root=tmp_path, most=0)
     with pytest.raises(BaguError, match="not a folder"):
         settings(root=tmp_path / "none")
     with pytest.raises(BaguError, match="without --adapter-root"):
-        settings(allow_loading=True)
+        settings(allow=True)
     assert not capsys.readouterr().err
-    assert settings(root=tmp_path, allow_loading=True)["adapter_root"] == str(tmp_path)
+    assert settings(root=tmp_path, allow=True).adapter_root == tmp_path
     assert "deprecated" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from bagu.cli import app
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.serve.http import server
 from bagu.serve.http.observe import tracing
+from bagu.serve.http.options import ServerOptions
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -202,7 +203,7 @@ def test_the_other_deploy_files_are_valid_and_name_files_that_exist() -> None:
 
 def test_wrong_settings_are_refused_and_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownName, match="xml"):
-        server.main("m", load=lambda: None, log_format="xml")  # type: ignore[arg-type]
+        ServerOptions(log_format="xml")
     with pytest.raises(ArgumentError, match="localhost:4318"):
         tracing.Tracing("localhost:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)

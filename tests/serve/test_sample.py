@@ -20,7 +20,8 @@ V = 40
 
 
 def row(sampling: Sampling, *, seed: int = 0, output: tuple[int, ...] = (), prompt: tuple[int, ...] = (1,)) -> Choice:
-    return Choice(sampling, seed, 0, (*prompt, *output), len(prompt), (V - 1,))
+    stops = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else (V - 1,))))
+    return Choice(sampling, seed, 0, (*prompt, *output), len(prompt), stops)
 
 
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -29,7 +30,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 def adjusted(x: torch.Tensor, given: Choice) -> torch.Tensor:
     """x[1, V] with bias, penalties and masked stop tokens."""
-    found = changes([Row(given.sampling, given.tokens, given.num_prompt, given.eos_ids)], V)
+    found = changes([Row(given.sampling, given.tokens, given.num_prompt, given.stops)], V)
     if found is None:
         return x
     ids, terms = torch.from_numpy(found.ids), torch.from_numpy(found.terms)

@@ -16,10 +16,12 @@ from bagu.errors import ArgumentError
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.recipes.serve import Loader, serve_main
+from bagu.recipes.loader import Loader
+from bagu.recipes.serve import ServeOptions, serve_main
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
+from bagu.serve.http.options import ServerOptions
 from bagu.serve.kv.pool import Pool
 from bagu.serve.plan import Sequence
 from bagu.serve.request import Request, Sampling, TokenEvent
@@ -332,16 +334,13 @@ def test_the_server_gets_the_draft_model_and_a_wrong_path_is_refused_before_it_s
     monkeypatch.setattr("bagu.serve.http.server.main", lambda name, **settings: calls.append(settings))
     monkeypatch.setattr("bagu.recipes.find.find_model", lambda name: {"large": 1, "small": 2}[name])
     for speculative in (None, "ngram", "small"):
-        serve_main(
-            "large", loader=Loader(model="large", tokenizer="words", dtype="fp32"),
-            engine={"speculative": speculative, "speculative_tokens": 5}, server={}, generation_config="none",
-        )  # fmt: skip
+        loader = Loader(model="large", tokenizer="words", dtype="fp32")
+        config = EngineConfig(speculative=speculative, speculative_tokens=5)
+        serve_main(loader, config, ServerOptions(), ServeOptions(generation_config="none"))
     assert [c["load_draft"] for c in calls] == [None, None, Loader(model="small", dtype="fp32")]
     assert calls[1]["config"].speculative == "ngram" and calls[1]["config"].speculative_tokens == 5
     with pytest.raises(KeyError):
-        serve_main(
-            "large", loader=Loader(model="large"), engine={"speculative": "x"}, server={}, generation_config="none"
-        )
+        serve_main(Loader(model="large"), EngineConfig(speculative="x"), ServerOptions(), ServeOptions(generation_config="none"))
 
 
 def test_grammars_are_not_speculated() -> None:

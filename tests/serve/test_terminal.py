@@ -19,7 +19,7 @@ from tiny_server import KEY, MODEL, Running
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights
-from bagu.recipes.serve import Loader, chat_main
+from bagu.recipes.serve import ChatOptions, chat_main
 from bagu.serve.chat import terminal
 from bagu.serve.chat.clients import EngineChat, HttpChat, Piece
 from bagu.serve.config import EngineConfig
@@ -78,9 +78,7 @@ def test_a_conversation_over_http(server: Stub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.2}])
 def test_bagu_chat_sends_a_server_only_the_sampling_that_was_given(server: Stub, settings: dict[str, float]) -> None:
-    chat_main(
-        server.url, loader=Loader(model=server.url), system="", settings=settings, prompt="hello", api_key=None
-    )  # fmt: skip
+    chat_main(ChatOptions(model=server.url, prompt="hello", **settings))  # type: ignore[arg-type]
     assert {k: v for k, v in server.bodies[0].items() if k in terminal.SETTINGS} == settings
 
 

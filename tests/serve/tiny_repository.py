@@ -13,6 +13,7 @@ from typing import Any
 import tiny_server
 
 from bagu.serve.config import EngineConfig
+from bagu.serve.http.options import ServerOptions
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.server import main
 from bagu.serve.repository.version import Engine
@@ -46,6 +47,9 @@ if __name__ == "__main__":
     parser.add_argument("--shutdown-timeout", type=float, default=20.0)
     given = parser.parse_args()
     main(
-        given.folder, prepare=prepare, port=0, api_key=given.api_key, api_keys=given.api_keys,
-        open_metrics=given.open_metrics, max_queue=2000, memory_bytes=10**10, shutdown_timeout=given.shutdown_timeout,
+        given.folder, prepare=prepare, memory_bytes=10**10,
+        options=ServerOptions(
+            port=0, api_key=given.api_key, api_keys=given.api_keys, open_metrics=given.open_metrics, max_queue=2000,
+            shutdown_timeout=given.shutdown_timeout,
+        ),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from bagu.errors import BaguError
 from bagu.serve.config import EngineConfig
 from bagu.serve.http import server
+from bagu.serve.http.options import ServerOptions
 
 if TYPE_CHECKING:
     import openai
@@ -181,13 +182,12 @@ if __name__ == "__main__":
     parser.add_argument("--request-timeout", type=float, default=20.0)
     parser.add_argument("--adapter", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
     parser.add_argument("--max-adapters", type=int, default=0)
-    parser.add_argument("--adapter-root")
+    parser.add_argument("--adapter-root", type=Path)
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--otlp-endpoint")
     given = parser.parse_args()
     server.main(
-        MODEL, host="127.0.0.1", port=0, api_key=given.api_key, api_keys=given.api_keys,
-        open_metrics=given.open_metrics, max_queue=given.max_queue, allowed_origins=given.allowed_origins,
+        MODEL,
         load=partial(
             load, kind=given.kind, broken=given.broken,
             template=given.template.read_text() if given.template else None,
@@ -198,6 +198,10 @@ if __name__ == "__main__":
             max_adapters=given.max_adapters, max_adapter_rank=4, adapter_root=given.adapter_root,
             embeddings=given.embeddings,
         ),
-        stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
-        request_timeout=given.request_timeout, log_format=given.log_format, otlp_endpoint=given.otlp_endpoint,
+        options=ServerOptions(
+            port=0, api_key=given.api_key, api_keys=given.api_keys, open_metrics=given.open_metrics,
+            max_queue=given.max_queue, allowed_origins=tuple(given.allowed_origins),
+            stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
+            request_timeout=given.request_timeout, log_format=given.log_format, otlp_endpoint=given.otlp_endpoint,
+        ),
     )  # fmt: skip

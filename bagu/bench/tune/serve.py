@@ -35,10 +35,11 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
 from bagu.runs.record import ensure_folder
+from bagu.serve.config import EngineConfig
 
 Start = Callable[..., AbstractContextManager[str]]  # (model, *options of bagu serve) -> the URL
 SEEDS, SPACING = 3, 1000  # samples of requests that a prediction averages, and the distance of their seeds
-DEFAULT_SEQS, CPU_TOKENS, GPU_TOKENS = 256, 2048, 16384  # what `bagu serve` takes without a setting
+DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,8 @@ class Task:
         one, load = dict(point), self.load
         lengths = fitting(load.inputs, load.outputs, longest=self.longest, shared_prefix=load.shared_prefix)
         work = random_workload(requests, *lengths, tokens=1, shared_prefix=load.shared_prefix, seed=seed)
-        slots = int(one.get("max_num_seqs") or DEFAULT_SEQS)
-        usual = max(GPU_TOKENS if self.on_gpu else CPU_TOKENS, slots)
+        slots = int(one.get("max_num_seqs") or DEFAULTS.max_num_seqs)
+        usual = EngineConfig(max_num_seqs=slots).step_tokens("cuda" if self.on_gpu else "cpu")
         return schedule(
             [(len(p), n) for p, n in zip(work.prompts, work.max_tokens, strict=True)], step_s, slots=slots,
             step_tokens=int(one.get("max_num_batched_tokens") or usual), clients=load.concurrency,
@@ -146,8 +147,8 @@ def _first(task: Task) -> Point:
     """The baseline: the default settings, or the point that has most of them, and otherwise the largest limits."""
     spare = max(1, available_cores() - 1)
     defaults: dict[str, tuple[Value, ...]] = {
-        "max_num_seqs": (None, DEFAULT_SEQS),
-        "max_num_batched_tokens": (None, GPU_TOKENS if task.on_gpu else CPU_TOKENS),
+        "max_num_seqs": (None, DEFAULTS.max_num_seqs),
+        "max_num_batched_tokens": (None, DEFAULTS.step_tokens("cuda" if task.on_gpu else "cpu")),
         "enable_prefix_caching": (None, True), "threads": (None, spare),
     }  # fmt: skip
 

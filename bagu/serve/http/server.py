@@ -7,24 +7,20 @@ event), and the engine process is stopped. A second signal stops the server at o
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.errors import ArgumentError, BaguError
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.keys import Key, Keys, read_keys
 from bagu.serve.http.observe.metrics import Metrics
+from bagu.serve.http.options import ServerOptions
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.wire.messages import Load
@@ -33,50 +29,6 @@ if TYPE_CHECKING:
     from bagu.serve.http.instances import Models
 
 GRACE_S = 2  # after calls were failed at shutdown, for clients to read the errors before connections are closed
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
-ORIGIN = "e.g. http://localhost:3000, without a path, or * for every page"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Options of the HTTP server.
-
-    `allowed_origins` are the origins whose pages may read responses (CORS): `https://name[:port]`, "*" for all, or JSON
-    lists of them. A client has `request_timeout` seconds to send the head of a request, and for its body the same plus
-    a second for every 16 KiB. Port 0 selects a free port. `api_key` is one key without limits that may change a
-    repository; `api_keys` is a file of keys with limits (keys.py). With
-    `open_metrics`, /metrics and /engine need no key. `log_format` "json" writes one line per request to stderr.
-    Traces are sent to `otlp_endpoint`, if it is given.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    api_keys: Path | None = None
-    open_metrics: bool = False
-    allowed_origins: Sequence[str] = ()
-    shutdown_timeout: float = 30.0
-    request_timeout: float = 20.0
-    log_level: str = "warning"
-    log_format: str = "text"
-    otlp_endpoint: str | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.shutdown_timeout) and self.shutdown_timeout >= 0):
-            found = f"a shutdown timeout of {self.shutdown_timeout} s"
-            raise ArgumentError(found, hint="it is a finite number, 0 or more")
-        if not (math.isfinite(self.request_timeout) and self.request_timeout > 0):
-            raise ArgumentError(f"a request timeout of {self.request_timeout} s", hint="it is a finite number above 0")
-        if self.log_level not in LOG_LEVELS:
-            raise UnknownName.among("log level", self.log_level, LOG_LEVELS)
-        if self.log_format not in LOG_FORMATS:
-            raise UnknownName.among("log format", self.log_format, LOG_FORMATS)
-
-    @property
-    def keys(self) -> Keys:
-        single = [] if self.api_key is None else [Key(name="api-key", key=self.api_key, admin=True)]
-        return Keys([*single, *([] if self.api_keys is None else read_keys(self.api_keys))])
 
 
 def main(
@@ -84,36 +36,31 @@ def main(
     *,
     load: Load,
     config: EngineConfig | None = None,
-    served_model_name: Sequence[str] = (),
-    max_queue: int = 256,
-    stall_timeout: float = 60.0,
     load_draft: Load | None = None,
-    **options: Any,
+    options: ServerOptions | None = None,
 ) -> None:
-    """Run the server until SIGINT or SIGTERM. `options` are those of `ServerOptions`.
+    """Run the server until SIGINT or SIGTERM. The URL is printed when the server listens.
 
     `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process. So is
     `load_draft`, for the draft model that `config.speculative` names.
-    `max_queue` is the number of choices (for an encoder: calls) that may wait in addition to the `config.max_num_seqs`
-    that run; further calls get 429. `/health` answers 503 if the engine's last step is older than `stall_timeout`
-    seconds; the longest step must take less. The URL is printed when the server listens.
     """
-    check_queue(max_queue)
-    given = ServerOptions(**options)
+    options = options or ServerOptions()
     parts = import_server()
     config = config or EngineConfig()
-    names = tuple(served_model_name) or (model,)
+    names = options.served_model_name or (model,)
     if clash := next((name for name, _ in config.adapters if name in names), None):
         raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
     metrics = Metrics(names[0])
-    pending = PendingCalls(config.max_num_seqs + max_queue, metrics)
+    pending = PendingCalls(config.max_num_seqs + options.max_queue, metrics)
 
     def exit_server() -> None:
         server.stop()
 
-    engine = EngineProcess(load, config, pending, stall_s=stall_timeout, on_failure=exit_server, load_draft=load_draft)
+    engine = EngineProcess(
+        load, config, pending, stall_s=options.stall_timeout, on_failure=exit_server, load_draft=load_draft
+    )
     models = parts.OneModel(engine, names, config.generation)
-    server = Server(parts, given, parts.Api, models, metrics)
+    server = Server(parts, options, parts.Api, models, metrics)
     server.run(names[0])
     if engine.state == "failed":
         raise BaguError(f"the engine did not start: {engine.failure}", hint="the output of its process is above")
@@ -129,8 +76,8 @@ class Server:
         as_json = options.log_format == "json"
         observers = [*([parts.log_request] if as_json else []), *([self._tracing] if self._tracing else [])]
         config = parts.ApiConfig(
-            keys=options.keys, open_metrics=options.open_metrics,
-            allowed_origins=_origins(options.allowed_origins), created=int(time.time()),
+            keys=_keys(options), open_metrics=options.open_metrics,
+            allowed_origins=options.origins, created=int(time.time()),
             request_timeout=options.request_timeout, observers=tuple(observers),
         )  # fmt: skip
         self._listener = _listen(options.host, options.port)
@@ -154,9 +101,9 @@ class Server:
             self._tracing.close()
 
 
-def check_queue(max_queue: int) -> None:
-    if max_queue < 0:
-        raise ArgumentError(f"max_queue = {max_queue}", hint="--max-num-queued-reqs is 0 or more")
+def _keys(options: ServerOptions) -> Keys:
+    single = [] if options.api_key is None else [Key(name="api-key", key=options.api_key, admin=True)]
+    return Keys([*single, *([] if options.api_keys is None else read_keys(options.api_keys))])
 
 
 def _run(server: Any, listener: socket.socket) -> None:
@@ -168,20 +115,6 @@ def _run(server: Any, listener: socket.socket) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _origins(given: Sequence[str]) -> tuple[str, ...]:
-    """Parse origins: each value is an origin in the browsers' format, or a JSON list of origins, as in vLLM."""
-    found: list[Any] = []
-    for value in given:
-        try:
-            found += json.loads(value) if value.startswith("[") else [value]
-        except ValueError as error:
-            raise ArgumentError(f"allowed origins: {value!r} is not JSON", hint=ORIGIN) from error
-    for origin in found:
-        if not isinstance(origin, str) or not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise ArgumentError(f"allowed origins: {origin!r} is not an origin", hint=ORIGIN)
-    return tuple(found)
 
 
 def _listen(host: str, port: int) -> socket.socket:

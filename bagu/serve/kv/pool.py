@@ -40,7 +40,7 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
     if draft is not None:
         each += block_bytes(draft.config, B, draft.embedding.weight.dtype)
     useful = config.max_num_seqs * -(-longest // B)
-    adapters = adapter_bytes(model, config.max_adapters, config.max_adapter_rank)
+    adapters = adapter_bytes(model, config.adapter_slots, config.max_adapter_rank)
     memory = _memory(table.device, config, model, adapters) if config.num_blocks is None else 0
     blocks = config.num_blocks or min(useful, memory // each)
     if blocks < 1:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from bagu.errors import BaguError
 from bagu.serve.http.observe.metrics import Metrics
-from bagu.serve.http.server import Server, ServerOptions, check_queue, import_server
+from bagu.serve.http.options import ServerOptions
+from bagu.serve.http.server import Server, import_server
 from bagu.serve.repository.version import Prepare
 
 
@@ -16,14 +16,10 @@ def main(
     *,
     prepare: Prepare,
     memory_bytes: int | None = None,
-    max_queue: int = 256,
-    stall_timeout: float = 60.0,
-    **options: Any,
+    options: ServerOptions | None = None,
 ) -> None:
-    """Run the server until SIGINT or SIGTERM. `prepare` makes the engine of a version; the other options are those of
-    `http.server.main`."""
-    check_queue(max_queue)
-    given = ServerOptions(**options)
+    """Run the server until SIGINT or SIGTERM. `prepare` makes the engine of a version."""
+    options = options or ServerOptions()
     parts = import_server()
     from bagu.serve.repository.repository import Repository
     from bagu.serve.repository.routes import RepositoryApi
@@ -35,9 +31,14 @@ def main(
         server.stop()
 
     models = Repository(
-        folder, prepare, max_queue=max_queue, stall_s=stall_timeout, memory_bytes=memory_bytes, on_failure=exit_server
+        folder,
+        prepare,
+        max_queue=options.max_queue,
+        stall_s=options.stall_timeout,
+        memory_bytes=memory_bytes,
+        on_failure=exit_server,
     )
-    server = Server(parts, given, RepositoryApi, models, Metrics(folder.name))
+    server = Server(parts, options, RepositoryApi, models, Metrics(folder.name))
     server.run(f"{len(models.models)} models of {folder.name or folder}")
     if failed:
         raise BaguError(f"no model of {folder} could be loaded", hint="the reasons are above")

@@ -9,7 +9,6 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from bagu.errors import BaguError
@@ -69,7 +68,7 @@ class AdapterLoader:
         try:
             root = self.engine.config.adapter_root
             assert root is not None, "the route refuses without a root"
-            adapter = self.engine.adapters.read(find_adapter_below(Path(root), asked.path))
+            adapter = self.engine.adapters.read(find_adapter_below(root, asked.path))
         except BaguError as error:
             failure = _failure(asked.call, error)
         except Exception as error:  # a bug: only this call fails

@@ -24,7 +24,7 @@ def serve_encoder(
     """Handle messages, encode batches of texts and send their vectors, until `Stop`."""
     if config.tp > 1:
         raise ArgumentError(f"tp = {config.tp} with an encoder model", hint="encoders run on one rank: use tp=1")
-    if config.max_adapters:
+    if config.adapter_slots:
         raise ArgumentError("LoRA adapters with an encoder model", hint="adapters are for models that generate")
     if config.embeddings and model.config.score_head:
         raise ArgumentError("embeddings of a reward model", hint="leave out --embeddings: it is served by /v1/score")

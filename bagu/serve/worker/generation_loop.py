@@ -42,7 +42,7 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
         adapters=engine.adapters.infos, loads_adapters=engine.config.adapter_root is not None,
     )  # fmt: skip
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
-    if engine.config.max_adapters:
+    if engine.config.adapter_slots:
         print(f"bagu serve: {engine.adapters.room()}", file=sys.stderr, flush=True)
     send(pipe, ready)
     loop = _Loop(pipe, messages, engine)
