@@ -340,7 +340,12 @@ def test_the_server_gets_the_draft_model_and_a_wrong_path_is_refused_before_it_s
     assert [c["load_draft"] for c in calls] == [None, None, Loader(model="small", dtype="fp32")]
     assert calls[1]["config"].speculative == "ngram" and calls[1]["config"].speculative_tokens == 5
     with pytest.raises(KeyError):
-        serve_main(Loader(model="large"), EngineConfig(speculative="x"), ServerOptions(), ServeOptions(generation_config="none"))
+        serve_main(
+            Loader(model="large"),
+            EngineConfig(speculative="x"),
+            ServerOptions(),
+            ServeOptions(generation_config="none"),
+        )
 
 
 def test_grammars_are_not_speculated() -> None:

@@ -12,7 +12,6 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import numpy as np
 from pydantic import ValidationError
 
 from bagu.serve.http.bodies.openai import Body
@@ -60,6 +59,8 @@ def _check_size(raw: bytes) -> None:
     ms, where a regular expression over millions of strings takes 1.5 s."""
     if _parts(raw) <= MAX_PARTS and raw.count(b",") <= MAX_VALUES and raw.count(b":") <= MAX_KEYS:
         return
+    import numpy as np  # here: the HTTP process starts without it
+
     signs = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     quotes = np.cumsum(signs == ord('"'), dtype=np.uint8)  # modulo 256: odd inside of a string
     bare = signs[quotes % 2 == 0].tobytes()
