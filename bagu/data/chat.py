@@ -182,3 +182,9 @@ def _without_gaps(offsets: Sequence[Span], base: int) -> list[Span]:
         spans.append((base + min(start, previous), base + end))
         previous = max(previous, end)
     return spans
+
+
+def turn_ends(tokenizer: BpeTokenizer) -> tuple[int, ...]:
+    """The token that ends the assistant's turn in a tokenizer's own chat template; empty without a template, or if the
+    template does not mark the assistant's tokens."""
+    return () if tokenizer.chat_template is None else ChatEncoder(tokenizer).turn_ends

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from bagu.data.chat import turn_ends
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
@@ -100,6 +101,8 @@ def gguf_metadata(tokenizer: BpeTokenizer, vocab_size: int) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         HUGGING_FACE: tokenizer.spec,
     }
+    if ends := turn_ends(tokenizer):
+        out["tokenizer.ggml.eot_token_id"] = ends[0]
     if "bos_token" in tokenizer.named:
         out["tokenizer.ggml.bos_token_id"] = first = tokenizer.token_id(tokenizer.named["bos_token"])
         out["tokenizer.ggml.add_bos_token"] = tokenizer.encode_prompt("a")[:1] == [first]

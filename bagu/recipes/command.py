@@ -187,5 +187,5 @@ def export_main(given: ExportOptions) -> None:
     elif format == "onnx":
         export_onnx(loaded, out)
     else:
-        save_model(loaded, tokenizer, out)
+        save_model(loaded, tokenizer, out, start=found)
     Console().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)

@@ -2,6 +2,9 @@
 
 generation_config.json is read as vLLM reads it by default: its sampling parameters apply if a request sets none, and
 `do_sample` is ignored. Its `eos_token_id`, one or several, overrides that of config.json, as in transformers.
+
+A model that bagu writes keeps the settings of the model that it started from, and ends at the token that ends the
+assistant's turn too: other programs stop at the tokens in these files and do not look at the chat template.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bagu.data.chat import turn_ends
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.hub import WeightsError, read_json
 from bagu.serve.config import GenerationDefaults
@@ -40,7 +45,7 @@ def generation_defaults(folder: Path, setting: str) -> GenerationDefaults:
 def read_generation(folder: Path) -> GenerationDefaults:
     """The defaults of the model in `folder`; empty if it has neither file."""
     file, config = folder / GENERATION_CONFIG, folder / "config.json"
-    said = read_json(file) if file.is_file() else {}
+    said = _read(file)
     source = said if "eos_token_id" in said or not config.is_file() else read_json(config)
     ends = source.get("eos_token_id")
     found = {ours: said[theirs] for theirs, ours in SAMPLING.items() if said.get(theirs) is not None}
@@ -50,6 +55,26 @@ def read_generation(folder: Path) -> GenerationDefaults:
         return GenerationDefaults(eos_ids=_ids(ends, folder), **found)
     except ArgumentError as error:
         raise WeightsError(f"{folder / GENERATION_CONFIG}: {error}", hint=error.hint) from error
+
+
+def written_settings(tokenizer: BpeTokenizer, start: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The token ids for config.json, and generation_config.json, of a model with this tokenizer. `start` is the folder
+    of the model that it was trained or exported from, if there is one."""
+    said = {} if start is None else _read(start / GENERATION_CONFIG)
+    config = {} if start is None else _read(start / "config.json")
+    named = {f"{name}_token_id": tokenizer.token_id(tokenizer.named[f"{name}_token"])
+             for name in ("bos", "pad") if f"{name}_token" in tokenizer.named}  # fmt: skip
+    kept: dict[str, Any] = {
+        key: source[key] for source in (config, said) for key in ("bos_token_id", "pad_token_id") if key in source
+    }
+    known = _ids(said.get("eos_token_id", config.get("eos_token_id")), start) if start is not None else ()
+    ends = list(dict.fromkeys([*turn_ends(tokenizer), *known, tokenizer.eos_id]))
+    ids: dict[str, Any] = {**named, **kept, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    return ids, {**said, **ids, "pad_token_id": ids.get("pad_token_id", tokenizer.eos_id)}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _ids(value: Any, folder: Path) -> tuple[int, ...]:

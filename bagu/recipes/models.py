@@ -12,11 +12,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 
 from bagu import config as configs
+from bagu.config.files import write_atomic
 from bagu.data.gguf_tokenizer import gguf_metadata, gguf_tokenizer
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
@@ -30,6 +32,8 @@ from bagu.nn.gguf_write import save_gguf
 from bagu.nn.lora import merge
 from bagu.nn.model import Transformer
 from bagu.recipes.find import find_model
+from bagu.recipes.generation import GENERATION_CONFIG, written_settings
+from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
 
 NATIVE = "bagu.json"
@@ -102,13 +106,17 @@ def load_model(
     return weights.from_pretrained(folder, dtype=dtype, device=device, max_len=max_len)
 
 
-def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path) -> None:
-    """Write the model as a Hugging Face folder if it belongs to a supported family, else under bagu's names."""
+def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path, *, start: Path | None = None) -> None:
+    """Write the model as a Hugging Face folder if it belongs to a supported family, else under bagu's names. Its
+    generation settings are those of the model in `start`, from which it was trained or loaded, and of its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    extra = None if tokenizer is None else {"eos_token_id": tokenizer.eos_id}
-    if tokenizer is not None and extra is not None and model.score is not None:
+    extra: dict[str, Any] | None = None if tokenizer is None else {"eos_token_id": tokenizer.eos_id}
+    if tokenizer is not None and model.score is not None:
         tokenizer = _with_padding(tokenizer)
-        extra["pad_token_id"] = tokenizer.token_id(tokenizer.named["pad_token"])
+        extra = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.token_id(tokenizer.named["pad_token"])}
+    elif tokenizer is not None and model.config.causal:
+        extra, generation = written_settings(tokenizer, None if start is None else _settings_folder(start))
+        write_atomic(folder / GENERATION_CONFIG, json.dumps(generation, indent=2) + "\n")
     try:
         family_for(model.config)
     except WeightsError:
@@ -126,6 +134,17 @@ def save_as_gguf(model: Transformer, tokenizer: BpeTokenizer | None, path: Path,
     """Write the model and its tokenizer as one GGUF file."""
     facts = {} if tokenizer is None else gguf_metadata(tokenizer, model.config.vocab_size)
     save_gguf(model, path, quantization=quantization, metadata=facts)
+
+
+def _settings_folder(folder: Path) -> Path:
+    """Where the generation settings of a model are: an adapter has those of its base, a checkpoint those of the model
+    that its run started from."""
+    if is_adapter(folder):
+        return _settings_folder(_base_of(folder))
+    if _is_checkpoint(folder):
+        start = read_json(RunFolder(_run_of(folder)).config_path).get("init_from")
+        return folder if start is None else _settings_folder(find_model(start))
+    return folder
 
 
 def _with_padding(tokenizer: BpeTokenizer) -> BpeTokenizer:

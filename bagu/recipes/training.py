@@ -240,7 +240,7 @@ def _save(run: Run, model: Transformer, inputs: Inputs, out: Path, *, writes: bo
             _save_adapter(model, inputs, out / RUN_ADAPTER)
         merge(model)
     if writes:
-        save_model(model, inputs.tokenizer, out / MODEL)
+        save_model(model, inputs.tokenizer, out / MODEL, start=inputs.start)
 
 
 def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.hub import WeightsError
 from bagu.nn import ModelConfig, Transformer, init_weights
+from bagu.nn.presets import preset
 from bagu.recipes.demo_server import running_server
 from bagu.recipes.generation import read_generation
 from bagu.recipes.loader import Loader
@@ -123,3 +125,51 @@ def test_a_server_stops_where_transformers_does_and_samples_as_the_file_says(tmp
         assert len(drawn) == 4  # a request that asks for all tokens gets them
         chat = ask("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], ignore_eos=True)
         assert chat["usage"]["completion_tokens"] == 9
+
+
+def judged(folder: Path, prompt: list[int], limit: int = 40) -> list[int]:
+    """The tokens that transformers generates greedily with the model in a folder, by its own files alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit)
+    return out[0, len(prompt) :].tolist()
+
+
+def always(token: int, tokenizer: BpeTokenizer) -> Transformer:
+    """A model that predicts one token after every text: its last norm has the weight 0, and a bias along that token."""
+    changes = {"vocab_size": tokenizer.vocab_size, "hidden_size": 64, "num_layers": 1, "num_heads": 4, "head_dim": 16}
+    config = replace(preset("gpt2_124m"), **changes, num_kv_heads=4, intermediate_size=64, max_len=128)
+    model = init_weights(Transformer(config, dtype=torch.float32), 0)
+    with torch.no_grad():
+        model.norm.weight.zero_()
+        model.norm.bias.copy_(1e3 * model.head_weight[token])
+    return model
+
+
+def test_a_saved_chat_model_stops_at_the_end_of_its_turn_in_transformers(tmp_path: Path) -> None:
+    tokenizer = BpeTokenizer.train(["hello world "] * 4, vocab_size=300, chat_template=DEFAULT_TEMPLATE)
+    end, letter = tokenizer.token_id("<|end|>"), tokenizer.encode("w")[0]
+    for name, token, count in (("ends", end, 1), ("text", letter, 40), ("eos", tokenizer.eos_id, 1)):
+        save_model(always(token, tokenizer), tokenizer, tmp_path / name)
+        assert judged(tmp_path / name, tokenizer.encode("hello")) == [token] * count
+        assert read_generation(tmp_path / name).eos_ids == (end, tokenizer.eos_id)
+
+
+def test_a_model_keeps_the_generation_settings_of_the_one_it_started_from(tmp_path: Path) -> None:
+    """As those of Gemma 3 and Phi-3, whose token at the end of a turn is in generation_config.json alone."""
+    tokenizer = saved(tmp_path / "start")
+    write(tmp_path / "start", eos_token_id=[7, 9], bos_token_id=3, pad_token_id=4, temperature=0.6, top_k=20)
+    save_model(always(7, tokenizer), tokenizer, tmp_path / "tuned", start=tmp_path / "start")
+    found = json.loads((tmp_path / "tuned" / "generation_config.json").read_text())
+    assert (found["bos_token_id"], found["pad_token_id"], found["top_k"]) == (3, 4, 20)
+    assert found["eos_token_id"] == [tokenizer.token_id("<|end|>"), 7, 9, tokenizer.eos_id]
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"]) == (found["eos_token_id"], 4)
+
+
+def test_a_tokenizer_without_a_chat_template_adds_no_token(tmp_path: Path) -> None:
+    tokenizer = BpeTokenizer.train(["hello world "] * 4, vocab_size=300)
+    save_model(always(5, tokenizer), tokenizer, tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == tokenizer.eos_id
