@@ -11,7 +11,7 @@ from bagu.data.chat import ChatEncoder
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.eval.model import Decoding, Message, Model
-from bagu.nn.digest import digest_of
+from bagu.nn.digest import fingerprint_of
 from bagu.nn.model import Transformer
 from bagu.recipes.eval_server import ServerModel
 from bagu.recipes.loader import Loader
@@ -96,7 +96,7 @@ def model_of(given: EvalOptions) -> tuple[Model, dict[str, Any]]:
     loaded, words, chat = load_causal(Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device))
     weight = loaded.embedding.weight
     identity = {
-        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": digest_of(loaded.state_dict()),
+        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": fingerprint_of(loaded.state_dict()),
         "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
     }  # fmt: skip
     if quantization is not None:
