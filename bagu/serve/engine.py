@@ -43,13 +43,13 @@ from bagu.serve.kv.pool import size_pool
 from bagu.serve.pending import LaunchedStep, SampledStep
 from bagu.serve.plan import Sequence
 from bagu.serve.request import Event, Request, TokenEvent
-from bagu.serve.runner import Staged
 from bagu.serve.sampler import Sampler
 from bagu.serve.scheduler import Scheduler
 from bagu.serve.speculation.draft_model import DraftSource
 from bagu.serve.stats import EngineStats, StepCounter
 from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.lead import start_ranks
+from bagu.serve.ways import Staged
 from bagu.types import Tokenizer
 
 

@@ -1,9 +1,8 @@
-"""The model runner: it runs the model on the tensors of a plan (inputs.py).
+"""The model runner: it prepares the weights for inference, and runs the model on plans.
 
-A step is one forward of the packed new tokens of all sequences, prompts and decodes together, by `Transformer.forward`.
-Two kinds of steps have a faster equivalent: steps without prompts on a GPU replay a CUDA graph (graphs.py), and short
-steps on a CPU are one call of C++ where that computes the model's layers (cpu/match.py). With int4 weights, and with
-int8 on a CPU with int8 dot products, all steps are.
+A step is one forward of the packed new tokens of all sequences, prompts and decodes together. ways.py has the ways to
+run it: by `Transformer.forward`, as a CUDA graph, or by C++ where that computes the model's layers (cpu/match.py). With
+int4 weights, and with int8 on a CPU with int8 dot products, the C++ computes all steps.
 
 With a mesh, `model` is this rank's part of a divided model (parallel/inference.py): every rank runs the plan that
 tp/lead.py sends, and the logits are gathered.
@@ -15,9 +14,7 @@ Dims: T = tokens, N = samples, D = features, V = vocabulary.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,35 +27,22 @@ from bagu.nn.peft import Adapter
 from bagu.parallel.inference import gather_logits
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.vocab_loss import vocab_cross_entropy
-from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear
+from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear, Rows
 from bagu.serve.config import EngineConfig
-from bagu.serve.cpu.compiled import CompiledDecode, Decodes, PackedLinear, Rounding, compiles, has_int8_dot, lanes
+from bagu.serve.cpu.compiled import CompiledDecode, PackedLinear, Rounding, compiles, has_int8_dot, lanes
 from bagu.serve.cpu.dataflow import Mismatch
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, KeptMatch
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
-from bagu.serve.graphs import Captured, GraphDecode
-from bagu.serve.inputs import Late, StepInputs, sample_rows
-from bagu.serve.kv.paged import Batch, PagedKV
+from bagu.serve.graphs import GraphDecode
+from bagu.serve.inputs import StepInputs
+from bagu.serve.kv.paged import PagedKV
 from bagu.serve.plan import Plan
 from bagu.serve.quantization import quantized
+from bagu.serve.ways import Compiled, Forward, Replay, Staged, Way
 
-# Tokens of a step that C++ computes, if a sequence has several. On Linux for ARM, where torch multiplies by OpenBLAS,
-# the C++ is 1.47 times as fast as the forward at 256 tokens and 1.06 times at 1,024 (8M model, fp32, one Neoverse-N1
-# core). On x86 and macOS torch has faster products than the C++, and longer steps gain little or lose.
-SHORT_STEP = 1024 if platform.machine() == "aarch64" else 128
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]  # logits, and their argmax or None
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A plan whose inputs are on the device, except for the tokens that the previous plan samples."""
-
-    plan: Plan
-    inputs: Batch | Captured | Decodes  # for the layers, for a CUDA graph, for the C++
-    late: Late | None = None
-    rows: torch.Tensor | None = None  # of the tokens after which one is sampled; None: all
 
 
 class RunnerOutput(NamedTuple):
@@ -70,7 +54,7 @@ class RunnerOutput(NamedTuple):
     argmax: torch.Tensor | None  # [N] int64: the first largest logit of each row, if the head also computes it
 
 
-class Runner(StepInputs):
+class Runner:
     """Runs plans on one model and one pool."""
 
     def __init__(
@@ -78,7 +62,8 @@ class Runner(StepInputs):
         adapters: AdapterWeights | None = None,
     ) -> None:  # fmt: skip
         device = model.embedding.weight.device
-        super().__init__(kv, device, config.max_num_seqs, max_model_len, adapters=adapters is not None)
+        self.kv, self.device = kv, device
+        self.inputs = StepInputs(kv, device, config.max_num_seqs, max_model_len, adapters=adapters is not None)
         self.source, self.config, self.mesh, self.adapters = model, config, mesh, adapters
         self.graphs: GraphDecode | None = None
         self.matched = KeptMatch()
@@ -104,13 +89,28 @@ class Runner(StepInputs):
         if not self._only_compiled(rounding):
             layers = model if kind is None or (kind == "fp8" and on_cpu) else quantized(model, kind)
             self.model = layers if self.adapters is None else self.adapters.wrap(layers)
-        self.decode: GraphDecode | None = None  # for steps without prompts
         if self.device.type == "cuda" and self.config.cuda_graphs:
             assert self.model is not None, "the C++ is for CPUs"
             if self.graphs is None or not self.graphs.reads(self.model):
                 self.graphs = self.new_graphs()
-            self.decode = self.graphs
+        self.ways = self._ways()
         self.project = self._projection(model, "int8" if rounding is not None and on_cpu else None)
+
+    def _ways(self) -> list[Way]:
+        """The ways to run a step on this machine, the fastest first."""
+        ways: list[Way] = []
+        if self.compiled is not None:
+            only, prompts = self.model is None, not self.config.invariant
+            ways.append(Compiled(self.compiled, self.inputs, always=only, prompts=prompts))
+        if self.graphs is not None:
+            ways.append(Replay(self.graphs, self.inputs))
+        if self.model is not None:
+            ways.append(Forward(self.model, self.kv, self.inputs, self._adapter_rows))
+        return ways
+
+    @property
+    def _adapter_rows(self) -> Rows | None:
+        return None if self.adapters is None else self.adapters.rows
 
     def _compiled_step(self, model: Transformer, rounding: Rounding) -> CompiledDecode | InvariantDecode | None:
         """The C++ step of this model, or None if there is none."""
@@ -171,8 +171,8 @@ class Runner(StepInputs):
 
     def new_graphs(self) -> GraphDecode:
         assert self.model is not None, "the C++ is for CPUs"
-        rows = None if self.adapters is None else self.adapters.rows
-        return GraphDecode(self.model, self.kv, self.table_positions, self.config.max_num_seqs, rows)
+        longest = self.inputs.table_positions
+        return GraphDecode(self.model, self.kv, longest, self.config.max_num_seqs, self._adapter_rows)
 
     def low_rank_pairs(self, step: DecodeStep) -> LowRankPairs | None:
         """The adapters for the C++ step. On a CPU their layers are `GroupedLinear`."""
@@ -189,7 +189,8 @@ class Runner(StepInputs):
             self.low_rank.forget(slot)
         # a stack has grown
         if self.graphs is not None and self.model is not None and not self.graphs.reads(self.model):
-            self.graphs = self.decode = self.new_graphs()
+            self.graphs = self.new_graphs()
+            self.ways = self._ways()
 
     def run(self, plan: Plan, late: torch.Tensor | None = None) -> RunnerOutput:
         """Compute the plan. Afterwards its tokens' keys and values are in the pool. `late` are the tokens that the
@@ -200,52 +201,16 @@ class Runner(StepInputs):
         """All of `run` that does not need the tokens of the previous plan. Launch it before the next call."""
         if plan.copies:
             self.kv.copy(plan.copies)
-        self.write_tables(plan)
-        if self.compiled is not None and self.is_short(plan):
-            host = sample_rows(plan)
-            return Staged(plan, self.decodes(plan), rows=None if host is None else torch.from_numpy(host))
-        if self.decode is None or plan.num_prompts:
-            return Staged(plan, *self.batch(plan))
-        return Staged(plan, *self.decode.load(self.arrays(plan)))
+        self.inputs.write_tables(plan)
+        return next(way for way in self.ways if way.takes(plan)).stage(plan)
 
     def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:
         """The rest of `run`: the forward and the logits."""
         plan = staged.plan
         assert late is not None or not plan.late, "a plan with late tokens needs the tokens of the previous plan"
-        hidden = self.hidden(staged, late)
+        hidden = staged.hidden(late)
         sampled = hidden if staged.rows is None else hidden.index_select(0, staged.rows)
         return RunnerOutput(hidden, sampled, *self.project(sampled))
-
-    def is_short(self, plan: Plan) -> bool:
-        """Whether the C++ step computes this plan, if there is one. In invariant mode it leaves prompts to the forward:
-        it keeps a list of calls for each number of tokens, and prompts have many."""
-        if plan.max_len == 1 or self.model is None:
-            return True
-        return plan.num_tokens <= SHORT_STEP and not (self.config.invariant and plan.num_prompts)
-
-    def hidden(self, staged: Staged, late: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states [T, D] of a staged plan."""
-        inputs = staged.inputs
-        if isinstance(inputs, Decodes):
-            assert self.compiled is not None, "only the C++ has such inputs"
-            for row, sample in staged.plan.late:
-                inputs.new[0, row] = late[sample]  # type: ignore[index]
-            return self.compiled(inputs)
-        batch = inputs.inputs.batch if isinstance(inputs, Captured) else inputs
-        if staged.late is not None and late is not None:
-            staged.late.fill(batch.ids, late)
-        if isinstance(inputs, Batch):
-            return self.forward(inputs)
-        inputs.graph.replay()
-        return inputs.hidden[: staged.plan.num_tokens]
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        assert self.model is not None, "the C++ computes all steps"
-        self.kv.load(batch)
-        if self.adapters is not None:
-            self.adapters.rows.load(batch.adapters)
-        hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
-        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits [R, V] of rows of `RunnerOutput.hidden`."""

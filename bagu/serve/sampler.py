@@ -160,7 +160,7 @@ class Sampler:
         else:
             lengths = np.array([len(s.tokens) + len(drafts) for s, drafts in zip(plan.sampled, before, strict=True)])
             parameters = self._slots.parameters(slots, lengths)
-            tokens = sample(step.logits, parameters, changed, self.runner.to_device, mask)
+            tokens = sample(step.logits, parameters, changed, self.runner.inputs.to_device, mask)
         return SamplerOutput(tokens, self._logprobs(plan, step, tokens), prompts, sums)
 
     def check_stop(self, event: TokenEvent) -> TokenEvent:
@@ -201,7 +201,7 @@ class Sampler:
             return None
         hidden, logits, targets = step.sampled, step.logits, tokens
         if len(asked) < len(counts):
-            (rows,) = self.runner.to_device(np.array(asked, dtype=np.int64))
+            (rows,) = self.runner.inputs.to_device(np.array(asked, dtype=np.int64))
             hidden, logits, targets = (x.index_select(0, rows) for x in (hidden, logits, targets))
         own = self.runner.logprobs(hidden, targets, logits)
         return SampledLogprobs(asked, top_logprobs(logits, own, targets, [counts[i] or 0 for i in asked]))
@@ -231,7 +231,7 @@ class Sampler:
         in one call; top tokens, which need the logits, slice by slice, so that few logits exist at a time."""
         rows = [row for _, at, r in scored for row in range(at, at + len(r))]
         ids = [id for piece, _, r in scored for id in piece.sequence.tokens[r.start + 1 : r.stop + 1]]
-        index, targets = self.runner.to_device(np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64))
+        index, targets = self.runner.inputs.to_device(np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64))
         wanted = hidden.index_select(0, index)
         logprobs, at = self.runner.logprobs(wanted, targets), 0
         values = logprobs.tolist()

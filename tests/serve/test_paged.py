@@ -17,10 +17,12 @@ from bagu.nn.config import MLAConfig, ModelConfig
 from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
 from bagu.serve.graphs import Bucket, GraphInputs, bucket, padding
+from bagu.serve.inputs import StepInputs
 from bagu.serve.kv.paged import PagedKV, block_bytes
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
 from bagu.serve.runner import Runner
+from bagu.serve.ways import Forward
 
 
 @pytest.mark.parametrize(("kind", "floats"), [("gqa", 2 * 2 * 8), ("mla", 8 + 4)])
@@ -93,18 +95,19 @@ def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
     for pool in kv.tensors:
         pool[:8].normal_(generator=torch.Generator().manual_seed(0))
         pool[8] = torch.nan  # must not be read
-    runner = Runner(model, kv, EngineConfig(max_num_seqs=4, cuda_graphs=False), 16)
-    runner.tables[:] = [[0, 1, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0], [7, 7, 7, 7]]
+    steps = StepInputs(kv, torch.device("cpu"), 4, 16, adapters=False)
+    forward = Forward(model, kv, steps)
+    steps.tables[:] = [[0, 1, 0, 0], [2, 0, 0, 0], [3, 4, 5, 0], [7, 7, 7, 7]]
     plan = decodes([1, 2, 3], [5, 2, 8], [0, 1, 2])
     size = Bucket(sequences=4, tokens=4, max_len=1, context=16, adapters=False)
     new, used = (GraphInputs(size, 4, 4, torch.device("cpu")) for _ in range(2))
-    used.fill(runner.arrays(decodes([9] * 4, [3] * 4, [3] * 4)), padding(4, 4, 1), 8, 4)  # a larger step before
+    used.fill(steps.arrays(decodes([9] * 4, [3] * 4, [3] * 4)), padding(4, 4, 1), 8, 4)  # a larger step before
     for inputs in (new, used):
-        inputs.fill(runner.arrays(plan), padding(3, 3, 1), 8, 4)
+        inputs.fill(steps.arrays(plan), padding(3, 3, 1), 8, 4)
     with torch.inference_mode():
-        want = runner.forward(runner.batch(plan)[0])
+        want = forward(steps.batch(plan)[0])
         for inputs in (new, used):
-            torch.testing.assert_close(runner.forward(inputs.batch)[:3], want)
+            torch.testing.assert_close(forward(inputs.batch)[:3], want)
             assert inputs.batch.slots.tolist() == [5, 10, 20, 32] and inputs.batch.context_lens.tolist() == [6, 3, 9, 1]
             assert inputs.batch.block_tables[3].tolist() == [8] * 4
     assert [bucket(n) for n in (1, 2, 3, 5, 32, 33, 65)] == [1, 2, 4, 8, 32, 64, 96]
@@ -116,7 +119,7 @@ def test_the_inputs_of_a_graph_are_aligned_views_of_one_buffer() -> None:
     runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=5, cuda_graphs=False), 8)
     size = Bucket(sequences=1, tokens=1, max_len=1, context=8, adapters=True)
     inputs = GraphInputs(size, 4, 5, torch.device("cpu"))
-    step = runner.arrays(dataclasses.replace(decodes([6], [0], [2], sample_rows=[0] * 5), late=[(0, 3)]))
+    step = runner.inputs.arrays(dataclasses.replace(decodes([6], [0], [2], sample_rows=[0] * 5), late=[(0, 3)]))
     inputs.fill(step._replace(adapters=np.array([1])), padding(1, 1, 1), 2, 4)
     late, adapters = inputs.late(1), inputs.batch.adapters
     assert adapters is not None and adapters.tolist() == [1]

@@ -13,16 +13,16 @@ from bagu.bench.known_text import Text, counts_upwards, known_workload
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.serve.config import EngineConfig
 from bagu.serve.graphs import Bucket, GraphInputs, padding
+from bagu.serve.inputs import StepInputs
 from bagu.serve.kv.paged import PagedKV
 from bagu.serve.plan import Plan, Sequence
 from bagu.serve.request import Request, Sampling
-from bagu.serve.runner import Runner
 from bagu.serve.speculation.acceptance import Acceptance
 from bagu.serve.speculation.ngram import PromptLookup
 from bagu.serve.speculation.speculator import Candidate, Speculator
 from bagu.serve.speculation.step_times import FORGET_STEPS, StepTimes
+from bagu.serve.ways import Forward
 
 
 def sequence(tokens: Seq[int], prompt: int = 1) -> Sequence:
@@ -206,9 +206,9 @@ def test_a_padded_step_has_the_same_rows() -> None:
     """What a CUDA graph computes of a step with several tokens of a sequence: here by the model itself."""
     model = small_model()
     kv = PagedKV(model.config, 33, 4)  # the last block is in no table
-    runner = Runner(model, kv, EngineConfig(max_num_seqs=4, cuda_graphs=False), 64)
-    runner.compiled = None
-    runner.tables[:3, :8] = [[i * 8 + j for j in range(8)] for i in range(3)]
+    steps = StepInputs(kv, torch.device("cpu"), 4, 64, adapters=False)
+    forward = Forward(model, kv, steps)
+    steps.tables[:3, :8] = [[i * 8 + j for j in range(8)] for i in range(3)]
     starts, slices = [5, 0, 9], [[3], [4, 5, 6, 7], [8, 9]]
     plan = Plan(
         number=0, slices=[], copies=[], ids=[t for s in slices for t in s],
@@ -220,10 +220,10 @@ def test_a_padded_step_has_the_same_rows() -> None:
         pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(0)))
     before, late = [pool.clone() for pool in kv.tensors], torch.tensor([33])
     with torch.inference_mode():
-        batch, late_rows, _ = runner.batch(plan)
+        batch, late_rows, _ = steps.batch(plan)
         assert late_rows is not None
         late_rows.fill(batch.ids, late)
-        want = runner.forward(batch)
+        want = forward(batch)
         after = [pool.clone() for pool in kv.tensors]
         for pool, old in zip(kv.tensors, before, strict=True):
             pool.copy_(old)
@@ -233,9 +233,9 @@ def test_a_padded_step_has_the_same_rows() -> None:
         )
         assert (size.tokens, size.sequences, size.max_len) == (8, 9, 16)
         inputs = GraphInputs(size, 4, 4, torch.device("cpu"))
-        inputs.fill(runner.arrays(plan), more, 32, 4)
+        inputs.fill(steps.arrays(plan), more, 32, 4)
         inputs.late(1).fill(inputs.batch.ids, late)
-        got = runner.forward(inputs.batch)[:7]
+        got = forward(inputs.batch)[:7]
     torch.testing.assert_close(got, want)
     for pool, other in zip(kv.tensors, after, strict=True):
         torch.testing.assert_close(pool[:-1], other[:-1])

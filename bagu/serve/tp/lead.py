@@ -17,10 +17,11 @@ from bagu.nn.model import Transformer
 from bagu.parallel.tensor import check_sizes
 from bagu.serve.config import EngineConfig
 from bagu.serve.kv.paged import PagedKV
-from bagu.serve.runner import Runner, RunnerOutput, Staged
+from bagu.serve.runner import Runner, RunnerOutput
 from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.messages import Cache, Logits, Logprobs, Setup, Step
 from bagu.serve.tp.parts import send_parts
+from bagu.serve.ways import Staged
 
 
 def start_ranks(model: Transformer, config: EngineConfig, device: torch.device) -> tuple[Ranks, Transformer]:

@@ -11,7 +11,8 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+
+from bagu.serve.stats import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds of the buckets in seconds, as in vLLM
@@ -21,45 +22,6 @@ REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 KEPT = 512  # last times to first token that are kept for quantiles
-
-
-class Gauges(Protocol):
-    """The fields of `EngineStats` that are metrics."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def blocks_total(self) -> int: ...
-    @property
-    def blocks_used(self) -> int: ...
-    @property
-    def preemptions(self) -> int: ...
-    @property
-    def prefix_queries(self) -> int: ...
-    @property
-    def prefix_hits(self) -> int: ...
-    @property
-    def drafts(self) -> int: ...
-    @property
-    def draft_tokens(self) -> int: ...
-    @property
-    def accepted_tokens(self) -> int: ...
-    @property
-    def constrained_requests(self) -> int: ...
-    @property
-    def grammar_compilations(self) -> int: ...
-    @property
-    def grammar_compile_s(self) -> float: ...
-    @property
-    def mask_s(self) -> float: ...
-    @property
-    def mask_wait_s(self) -> float: ...
-    @property
-    def forced_tokens(self) -> int: ...
-    @property
-    def not_finite(self) -> int: ...
 
 
 class Histogram:
@@ -128,7 +90,7 @@ class Metrics:
         """The labels of a version in a repository; empty for the only model of a server."""
         return "" if self.version is None else self.label
 
-    def families(self, engine: Gauges | None) -> Iterator[str]:
+    def families(self, engine: EngineStats | None) -> Iterator[str]:
         """The lines of all metrics; `engine` None leaves out the engine's gauges."""
         yield from self._counters(self.label)
         yield from self._histograms(self.label)
@@ -192,7 +154,9 @@ class Metrics:
             yield from histogram.lines(name, label)
 
 
-def metrics_text(server: Metrics, engines: Sequence[tuple[Metrics, Gauges | None]], more: Sequence[str] = ()) -> str:
+def metrics_text(
+    server: Metrics, engines: Sequence[tuple[Metrics, EngineStats | None]], more: Sequence[str] = ()
+) -> str:
     """The text that Prometheus reads. The lines of all engines are sorted by metric, since Prometheus accepts a metric
     only once."""
     found: dict[str, list[str]] = {}
@@ -207,7 +171,7 @@ def metrics_text(server: Metrics, engines: Sequence[tuple[Metrics, Gauges | None
     return "\n".join(texts) + "\n"
 
 
-def _gauges(engine: Gauges, label: str) -> Iterator[str]:
+def _gauges(engine: EngineStats, label: str) -> Iterator[str]:
     used = engine.blocks_used / engine.blocks_total if engine.blocks_total else 0.0
     for name, kind, help, value in (
         ("vllm:num_requests_running", "gauge", "Sequences in the batch.", engine.running),
