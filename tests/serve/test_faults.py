@@ -237,6 +237,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 1 and "the engine did not start: the weights are torn" in run.stderr
+    assert run.stderr.count("the weights are torn") == 1
 
 
 JSON = st.recursive(

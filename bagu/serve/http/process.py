@@ -175,11 +175,11 @@ class EngineProcess:
             self.failure, was_ready, first = reason, self.state == "ready", self.state in ("loading", "warming")
             self.state = "failed" if first else "restarting"
             self._fail_all(f"the engine died: {reason}", code="engine_died")
-            print(f"bagu serve: the engine process ended: {reason}", file=sys.stderr, flush=True)
-            if first:
+            if first:  # whoever started it reports why
                 self._settled.set()
                 self._on_failure()
                 return
+            print(f"bagu serve: the engine process ended: {reason}", file=sys.stderr, flush=True)
             pause = 0.0 if was_ready else min(max(2 * pause, 1.0), 30.0)
             await asyncio.sleep(pause)
             self.pending.metrics.engine_restarts += 1

@@ -63,7 +63,9 @@ def main(
     server = Server(parts, options, parts.Api, models, metrics)
     server.run(names[0])
     if engine.state == "failed":
-        raise BaguError(f"the engine did not start: {engine.failure}", hint="the output of its process is above")
+        raise BaguError(
+            f"the engine did not start: {engine.failure}", hint="correct the command, or see the output above"
+        )
 
 
 class Server:
