@@ -94,8 +94,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, Option("Fraction of the GPU's memory to use.")] = 0.9
     # with tp > 1 of each rank; None: chosen in kv/pool.py
     kv_memory: Annotated[
-        int | None,
-        Option("KV cache size, e.g. 2GB. Default: free memory, on a CPU up to 1GiB.", parse=parse_bytes),
+        int | None, Option("KV cache size, e.g. 2GB. Default: free memory, on a CPU up to 1GiB.", parse=parse_bytes)
     ] = None
     num_blocks: Annotated[int | None, Option("Size of the KV cache in blocks, instead of bytes.")] = None
     prefix_cache: Annotated[

@@ -120,12 +120,7 @@ class PackedLinear:
     and gates and ups alternate W by W."""
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        gated: bool = False,
-        rounding: Rounding = None,
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, rounding: Rounding = None
     ) -> None:
         (self.N, self.K), self.lanes = weight.shape, lanes()
         weight, self.gated, self.scales = weight.detach(), gated, None

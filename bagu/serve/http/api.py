@@ -25,12 +25,7 @@ from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.openai import CompletionBody, EmbeddingBody, Job
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
-from bagu.serve.http.calls import (
-    ApiMiddleware,
-    cancel_on_disconnect,
-    error_response,
-    json_response,
-)
+from bagu.serve.http.calls import ApiMiddleware, cancel_on_disconnect, error_response, json_response
 from bagu.serve.http.errors import ApiError, UnknownModel
 from bagu.serve.http.instances import Caller
 from bagu.serve.http.keys import Access, Keys

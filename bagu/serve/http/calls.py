@@ -163,10 +163,7 @@ class ApiMiddleware:
         self.app, self.metrics, self.keys, self.observers = app, metrics, keys, observers
         if allowed_origins:
             self.app = CORSMiddleware(
-                app,
-                allow_origins=allowed_origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],
+                app, allow_origins=allowed_origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"]
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

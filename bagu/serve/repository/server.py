@@ -12,11 +12,7 @@ from bagu.serve.repository.version import Prepare
 
 
 def main(
-    folder: Path,
-    *,
-    prepare: Prepare,
-    memory_bytes: int | None = None,
-    options: ServerOptions | None = None,
+    folder: Path, *, prepare: Prepare, memory_bytes: int | None = None, options: ServerOptions | None = None
 ) -> None:
     """Run the server until SIGINT or SIGTERM. `prepare` makes the engine of a version."""
     options = options or ServerOptions()
