@@ -217,7 +217,7 @@ def _decode_run(clocked: Clocked, case: Case, streams: int, repeat: int) -> Meas
     work = case.streams_workload(streams, engine.model.config.vocab_size, repeat)
     began = time.perf_counter()
     clocked.submit(work, 0.0, f"{streams}-{repeat}")
-    while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
+    while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.queues.running):
         clocked.step()
     prompts = {"prompt_tokens_per_s": streams * case.prompt / (time.perf_counter() - began)}
     clocked.reset()

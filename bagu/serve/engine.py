@@ -132,7 +132,7 @@ class Engine(GenerationMixin):
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._unreturned)
+        return self.scheduler.queues.has_work or bool(self._unreturned)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises Unservable if it can never run here, and ArgumentError if it is invalid."""
@@ -150,14 +150,14 @@ class Engine(GenerationMixin):
             )
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         matchers = self._matchers(request)
-        self.scheduler.add(request, adapter)
+        self.scheduler.queues.add(request, adapter)
         self.sampler.add(request, matchers)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False if there is no unfinished request of this id. Its blocks are free on return, or when
         the step that uses them is committed."""
         self.sampler.remove(request_id)
-        return self.scheduler.abort(request_id)
+        return self.scheduler.queues.abort(request_id)
 
     def update_weights(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace weights in place, all or some of them, by their names in the model's state dict, and drop what was
@@ -190,7 +190,7 @@ class Engine(GenerationMixin):
         self.adapters.check(adapter)
         with torch.inference_mode(), self._arithmetic():
             self._unreturned = self._commit(self._sample())
-        resident = self.adapters.install(name, path, adapter, self.scheduler.busy_slots())
+        resident = self.adapters.install(name, path, adapter, self.scheduler.queues.busy_slots())
         self.runner.install_adapter(resident.slot, adapter)
         return resident.info
 
@@ -208,9 +208,9 @@ class Engine(GenerationMixin):
     def stats(self) -> EngineStats:
         scheduler, blocks, counter = self.scheduler, self.blocks, self._counter
         return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            batch_size=counter.batch_size if scheduler.running else 0,
+            running=len(scheduler.queues.running),
+            waiting=len(scheduler.queues.waiting),
+            batch_size=counter.batch_size if scheduler.queues.running else 0,
             blocks_total=blocks.num_blocks,
             blocks_used=blocks.used_count,
             blocks_cached=blocks.cached_count,
@@ -219,9 +219,9 @@ class Engine(GenerationMixin):
             last_step_s=counter.last_step_s,
             steps=counter.steps,
             generated_tokens=counter.tokens,
-            preemptions=scheduler.preemptions,
-            prefix_queries=scheduler.looked_up_tokens,
-            prefix_hits=scheduler.hit_tokens,
+            preemptions=scheduler.queues.preemptions,
+            prefix_queries=scheduler.queues.looked_up_tokens,
+            prefix_hits=scheduler.queues.hit_tokens,
             drafts=0 if self.speculator is None else self.speculator.drafts_verified,
             draft_tokens=0 if self.speculator is None else self.speculator.drafted_tokens,
             accepted_tokens=0 if self.speculator is None else self.speculator.accepted_tokens,
@@ -271,7 +271,7 @@ class Engine(GenerationMixin):
             )
 
     def _idle(self) -> list[Event]:
-        if self.scheduler.has_work:
+        if self.scheduler.queues.has_work:
             raise IntegrityError("requests are waiting, but none is running and none can be planned")
         return self._commit(None)
 
@@ -309,14 +309,14 @@ class Engine(GenerationMixin):
     def _drop_steps(self) -> None:
         """Drop the steps that are not committed. All running sequences are computed again."""
         self._launched = None
-        for plan in self.scheduler.in_flight:
+        for plan in self.scheduler.queues.in_flight:
             self.sampler.cancel(plan)
         self.scheduler.cancel()
 
     def _shrink_steps(self, error: torch.OutOfMemoryError) -> None:
         """After a step that did not fit the device's memory, the oldest that is not committed: plan steps of half as
         many tokens from now on."""
-        tokens = self.scheduler.in_flight[0].num_tokens
+        tokens = self.scheduler.queues.in_flight[0].num_tokens
         if tokens == 1 or self.ranks is not None:  # other ranks wait in a collective
             raise error
         self._drop_steps()
@@ -342,7 +342,7 @@ class Engine(GenerationMixin):
                 if event.finish is not None:
                     stopped.add(choice)
                     if not ends:
-                        self.scheduler.stop(*choice)
+                        self.scheduler.queues.stop(*choice)
             checked.append(event)
         return checked
 

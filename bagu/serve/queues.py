@@ -33,7 +33,7 @@ class SequenceQueues:
         self.preemptions = 0
         self.looked_up_tokens = 0  # of all admissions, in the prefix cache
         self.hit_tokens = 0  # those of them found there
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))  # of the block tables
         self._writes: list[tuple[int, int, int]] = []
         self._serial = count()
 
@@ -60,14 +60,14 @@ class SequenceQueues:
         uses are free on return, the others when that plan is committed."""
         choices = list(self.requests.get(request_id, ()))
         for sequence in choices:
-            self._finish(sequence)
+            self.finish(sequence)
         return bool(choices)
 
     def stop(self, request_id: str, index: int) -> bool:
         """End one choice, as `abort` does, after a stop string; False if it has already ended or has no token yet."""
         for sequence in self.requests.get(request_id, ()):
             if sequence.index == index and sequence.num_output:
-                self._finish(sequence)
+                self.finish(sequence)
                 return True
         return False
 
@@ -76,7 +76,7 @@ class SequenceQueues:
         if self.in_flight:
             raise ArgumentError(f"{len(self.in_flight)} plans are in flight", hint="commit them first")
         while self.running:
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
         self.blocks.reset_prefix_cache()
 
     def busy_slots(self) -> set[int]:
@@ -88,9 +88,15 @@ class SequenceQueues:
         """Raise IntegrityError unless blocks, tables, rows and queues agree. For tests, and when idle."""
         self.blocks.check_integrity()
         holders = {s.sequence for plan in self.in_flight for s in plan.slices} | set(self.running)
-        audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self._free_rows)
+        audit(self.config, self.blocks, holders, self.running, self.waiting, self.requests, self.free_rows)
 
-    def _reserve(self, builder: PlanBuilder, sequence: Sequence, table: Table, upto: int) -> None:
+    def take_writes(self) -> list[tuple[int, int, int]]:
+        """The changes of the block tables since the last call, as in `Plan.table_writes`."""
+        writes, self._writes = self._writes, []
+        return writes
+
+    def reserve(self, builder: PlanBuilder, sequence: Sequence, table: Table, upto: int) -> None:
+        """Give a sequence blocks for its positions up to `upto`."""
         start, before = sequence.planned, len(table.blocks)
         copy = self.blocks.reserve(table, start, upto)
         if copy is not None:
@@ -98,15 +104,16 @@ class SequenceQueues:
             self._writes.append((sequence.table_row, start // self.blocks.block_size, copy[1]))
         self._writes.extend((sequence.table_row, at, table.blocks[at]) for at in range(before, len(table.blocks)))
 
-    def _register(self, table: Table, sequence: Sequence, computed: int) -> None:
+    def register(self, table: Table, sequence: Sequence, computed: int) -> None:
+        """Put the blocks that the first `computed` positions fill into the prefix cache."""
         self.blocks.register(table, sequence.tokens, sequence.keys, computed, sequence.root)
 
-    def _begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
+    def begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
         """Start to run a sequence, with the blocks `hits` of the prefix cache at the beginning of its table."""
         sequence.table = self.blocks.new_table(hits, dead=dead)
         sequence.planned = sequence.computed = len(hits) * self.blocks.block_size
         for choice in (sequence, *sequence.forks):
-            choice.table_row = self._free_rows.pop()
+            choice.table_row = self.free_rows.pop()
         self._writes.extend((sequence.table_row, at, block) for at, block in enumerate(sequence.table.blocks))
         if self.blocks.prefix_cache:
             self.looked_up_tokens += len(sequence.tokens)
@@ -116,7 +123,8 @@ class SequenceQueues:
             sequence.started = time.perf_counter()
         insort(self.running, sequence, key=RANK)
 
-    def _fork(self, sequence: Sequence, table: Table) -> None:
+    def fork(self, sequence: Sequence, table: Table) -> None:
+        """Start the other choices of a prompt, which share its blocks."""
         for child in sequence.forks:
             child.table = self.blocks.fork(table)
             child.planned = child.computed = sequence.computed
@@ -125,7 +133,7 @@ class SequenceQueues:
             insort(self.running, child, key=RANK)
         sequence.forks = []
 
-    def _finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence) -> None:
         """Remove a sequence from the queues; release it unless a plan in flight still uses it."""
         sequence.finished = True
         if self.speculator is not None:
@@ -139,23 +147,23 @@ class SequenceQueues:
             if at < len(queue) and queue[at] is sequence:
                 del queue[at]
         if not sequence.in_flight:
-            self._release(sequence)
+            self.release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Release blocks and rows, including those of choices that are not forked yet."""
         if sequence.table is None:
             return
         self.blocks.release(sequence.table)
         sequence.table = None
         for choice in (sequence, *sequence.forks):
-            self._free_rows.append(choice.table_row)
+            self.free_rows.append(choice.table_row)
             choice.table_row = -1
         sequence.planned = sequence.computed = 0
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Return a sequence to the waiting queue. Its full blocks stay in the prefix cache until they are reused."""
         assert not sequence.in_flight, "a sequence in a plan in flight was preempted"
         self.running.remove(sequence)
-        self._release(sequence)
+        self.release(sequence)
         insort(self.waiting, sequence, key=RANK)
         self.preemptions += 1

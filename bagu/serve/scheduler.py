@@ -49,11 +49,12 @@ from bagu.serve.speculation.speculator import Candidate, Speculator
 MAX_IN_FLIGHT = 2
 
 
-class Scheduler(SequenceQueues):
-    """Turns requests into plans, and the sampled tokens of a plan into events."""
+class Scheduler:
+    """Plans the sequences of `queues`, and turns the sampled tokens of a plan into events."""
 
     def __init__(self, config: SchedulerConfig, blocks: Blocks, speculator: Speculator | None = None) -> None:
-        super().__init__(config, blocks, speculator)
+        self.config, self.blocks, self.speculator = config, blocks, speculator
+        self.queues = SequenceQueues(config, blocks, speculator)
         self._step_tokens = config.max_num_batched_tokens  # lower after a step that ran out of memory
         self._number = count()
 
@@ -62,20 +63,19 @@ class Scheduler(SequenceQueues):
 
         Every plan must be run, in order: later plans read the KV that it writes.
         """
-        if len(self.in_flight) >= MAX_IN_FLIGHT or any(plan.num_drafts for plan in self.in_flight):
+        if len(self.queues.in_flight) >= MAX_IN_FLIGHT or any(plan.num_drafts for plan in self.queues.in_flight):
             return None
         builder = PlanBuilder()
         # Below 0 if the choices of one request are more than `limit_step` allows: each gets a token nevertheless.
-        spare = max(self._step_tokens - len(self.running), 0)
-        preempted = self.preemptions
+        spare = max(self._step_tokens - len(self.queues.running), 0)
+        preempted = self.queues.preemptions
         spare = self._advance(builder, spare, self._drafts(spare))
-        if preempted == self.preemptions:  # after a preemption its blocks are for the running sequences, not a new one
+        if preempted == self.queues.preemptions:  # else the freed blocks are for running sequences, not a new one
             self._admit(builder, spare)
         if not builder.decodes and not builder.short and not builder.chunks:
             return None
-        writes, self._writes = self._writes, []
-        plan = builder.finish(next(self._number), writes)
-        self.in_flight.append(plan)
+        plan = builder.finish(next(self._number), self.queues.take_writes())
+        self.queues.in_flight.append(plan)
         return plan
 
     def commit(
@@ -90,13 +90,13 @@ class Scheduler(SequenceQueues):
 
         On return, sequences that finish here or were aborted while the plan was in flight have released their blocks.
         """
-        if not self.in_flight or self.in_flight[0] is not plan:
+        if not self.queues.in_flight or self.queues.in_flight[0] is not plan:
             raise ArgumentError(
                 f"plan {plan.number} is not the oldest in flight", hint="commit plans in the order of their creation"
             )
         if len(tokens) != len(plan.sampled):
             raise ArgumentError(f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}")
-        self.in_flight.popleft()
+        self.queues.in_flight.popleft()
         events = [event for piece in plan.slices if (event := self._commit_slice(piece)) is not None]
         rejected: Sequence | None = None
         for i, (sequence, token, draft) in enumerate(zip(plan.sampled, tokens, plan.next_drafts, strict=True)):
@@ -116,15 +116,15 @@ class Scheduler(SequenceQueues):
     def cancel(self) -> None:
         """Drop the plans in flight. All KV is computed again: blocks that a plan was to fill may already be in the
         prefix cache."""
-        while self.in_flight:
-            plan = self.in_flight.popleft()
+        while self.queues.in_flight:
+            plan = self.queues.in_flight.popleft()
             for sequence in plan.sampled:
                 sequence.pending -= 1
             for piece in plan.slices:
                 piece.sequence.in_flight -= 1
                 if piece.sequence.finished and not piece.sequence.in_flight:
-                    self._release(piece.sequence)
-        self.restart()
+                    self.queues.release(piece.sequence)
+        self.queues.restart()
 
     def limit_step(self, tokens: int) -> int:
         """Plan steps of at most `tokens` tokens from now on, or fewer if that was the limit; returns the limit."""
@@ -136,21 +136,21 @@ class Scheduler(SequenceQueues):
         if self.speculator is None:
             return {}
         candidates = []
-        for sequence in self.running:
+        for sequence in self.queues.running:
             start, table = sequence.planned, sequence.table
             if start + 1 == len(sequence.tokens) + sequence.pending and not sequence.forks and table is not None:
                 candidates.append(Candidate(sequence, min(sequence.end - start - 1, self._draft_room(table, start))))
-        return self.speculator.drafts(candidates, len(self.running), spare)
+        return self.speculator.drafts(candidates, len(self.queues.running), spare)
 
     def _draft_room(self, table: Table, start: int) -> int:
         """How many drafts may follow position `start`: in blocks that the table has, or that would be left if every
         running sequence took one more."""
-        blocks = len(table.blocks) + max(self.blocks.available - len(self.running), 0)
+        blocks = len(table.blocks) + max(self.blocks.available - len(self.queues.running), 0)
         return max(blocks * self.blocks.block_size - start - 1, 0)
 
     def _advance(self, builder: PlanBuilder, spare: int, drafts: Mapping[Sequence, Seq[int]]) -> int:
         """Plan the next tokens of the running sequences, by rank; returns the rest of the token budget."""
-        running, B, i = self.running, self.blocks.block_size, 0
+        running, B, i = self.queues.running, self.blocks.block_size, 0
         while i < len(running):  # preemption removes sequences from the end
             sequence = running[i]
             i += 1
@@ -170,7 +170,7 @@ class Scheduler(SequenceQueues):
             drafted = drafts.get(sequence, ()) if todo == 1 else ()
             if drafted:
                 drafted = drafted[: self._draft_room(table, start)]  # less than for `_drafts`, if others took blocks
-                self._reserve(builder, sequence, table, start + 1 + len(drafted))
+                self.queues.reserve(builder, sequence, table, start + 1 + len(drafted))
             samples = start + length == known and sequence.draws
             length += len(drafted)
             spare -= length - 1
@@ -186,31 +186,32 @@ class Scheduler(SequenceQueues):
             return
         is_short = piece.length <= SHORT and piece.start >= piece.sequence.num_prompt
         (builder.short if is_short else builder.chunks).append(piece)
-        self._register(table, piece.sequence, piece.start + piece.length)
+        self.queues.register(table, piece.sequence, piece.start + piece.length)
 
     def _make_room(self, builder: PlanBuilder, sequence: Sequence, table: Table, length: int) -> int:
         """Reserve blocks for the next `length` tokens, preempting lower ranks. Returns how many tokens have room."""
         start = sequence.planned
         while self.blocks.blocks_needed(table, start, start + length) > self.blocks.available:
-            victim = next((s for s in reversed(self.running) if not s.in_flight or s is sequence), sequence)
+            victim = next((s for s in reversed(self.queues.running) if not s.in_flight or s is sequence), sequence)
             if victim.rank <= sequence.rank:
                 length = max(0, min(length, self.blocks.positions_available(table, start)))
                 break
-            self._preempt(victim)
+            self.queues.preempt(victim)
         if length:
-            self._reserve(builder, sequence, table, start + length)
+            self.queues.reserve(builder, sequence, table, start + length)
         return length
 
     def _admit(self, builder: PlanBuilder, spare: int) -> None:
         """Start waiting sequences, by rank, while there are tokens, rows and blocks for the first of the queue."""
         B = self.blocks.block_size
-        while self.waiting and spare > 0:
-            sequence = self.waiting[0]
+        while self.queues.waiting and spare > 0:
+            sequence = self.queues.waiting[0]
             known = min(len(sequence.tokens), sequence.end)
             choices = 1 + len(sequence.forks)
-            if choices > len(self._free_rows):
+            if choices > len(self.queues.free_rows):
                 return
-            if self.running and len(self.running) + choices > self._step_tokens:  # each needs a token per step
+            running = len(self.queues.running)
+            if running and running + choices > self._step_tokens:  # each needs a token per step
                 return
             limit = self._hit_limit(sequence, known)
             hits = self.blocks.match(sequence.tokens, sequence.keys, limit=limit, root=sequence.root)
@@ -219,15 +220,15 @@ class Scheduler(SequenceQueues):
             idle = sum(not self.blocks.refs[b] for b in hits[dead:])
             if min(most, -(-known // B) - dead) - (len(hits) - dead) > self.blocks.available - idle:
                 return
-            self.waiting.pop(0)
-            self._begin(sequence, hits, dead)
+            self.queues.waiting.pop(0)
+            self.queues.begin(sequence, hits, dead)
             table = sequence.table
             assert table is not None
             start = sequence.planned
             room = self.blocks.positions_available(table, start)
             length = min(known - start, spare, room)
             assert length > 0, "admitted a sequence without room for a token"
-            self._reserve(builder, sequence, table, start + length)
+            self.queues.reserve(builder, sequence, table, start + length)
             spare -= length
             samples = start + length == len(sequence.tokens) and sequence.draws
             self._add_slice(builder, table, Slice(sequence, start, length, samples))
@@ -245,7 +246,7 @@ class Scheduler(SequenceQueues):
         sequence.in_flight -= 1
         if sequence.finished:
             if not sequence.in_flight:
-                self._release(sequence)
+                self.queues.release(sequence)
             return None
         computed = sequence.computed = start + length - len(drafts)
         table = sequence.table
@@ -253,16 +254,16 @@ class Scheduler(SequenceQueues):
         if drafts:
             sequence.planned = computed  # the drafts that are accepted add to it
         if computed // self.blocks.block_size > table.registered:
-            self._register(table, sequence, computed)
+            self.queues.register(table, sequence, computed)
         if self.config.window is not None:
             self.blocks.release_leading(table, self.config.dead_blocks(computed, self.blocks.block_size))
         if sequence.scores and computed > sequence.score_next:
             sequence.score_next = computed
         if samples and sequence.forks:
-            self._fork(sequence, table)
+            self.queues.fork(sequence, table)
         if computed < sequence.end or sequence.draws:
             return None
-        self._finish(sequence)
+        self.queues.finish(sequence)
         return TokenEvent(sequence.request.id, sequence.index, None, None, None, "length", None, sequence.cached or 0)
 
     def _accept_draft(self, sequence: Sequence) -> None:
@@ -275,7 +276,7 @@ class Scheduler(SequenceQueues):
         sequence.computed += 1
         sequence.planned = sequence.computed
         if sequence.computed // self.blocks.block_size > table.registered:
-            self._register(table, sequence, sequence.computed)
+            self.queues.register(table, sequence, sequence.computed)
 
     def _append_forced(self, sequence: Sequence, tokens: Seq[int]) -> list[TokenEvent]:
         """Append tokens that need no sample, up to the end of the choice."""
@@ -300,7 +301,7 @@ class Scheduler(SequenceQueues):
         elif len(tokens) > sequence.end:  # max_tokens is reached; the KV of the last token is not computed
             finish = "length"
         if finish is not None:
-            self._finish(sequence)
+            self.queues.finish(sequence)
         logprob, top = detail if isinstance(detail, TokenLogprob) else (detail, None if detail is None else ())
         if num_output > 1:
             return TokenEvent(request.id, sequence.index, token, logprob, top, finish, reason)

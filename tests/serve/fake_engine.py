@@ -109,7 +109,7 @@ class FakeEngine:
 
     def check(self) -> None:
         if self.audit:
-            self.scheduler.check_integrity()
+            self.scheduler.queues.check_integrity()
 
 
 def engine(
@@ -137,12 +137,14 @@ def ask(
 
 
 def drain(fake: FakeEngine, bound: int = 10_000) -> None:
-    while fake.scheduler.has_work:
+    while fake.scheduler.queues.has_work:
         assert fake.step(), "requests are alive and no plan can be made"
         assert fake.steps <= bound, "no progress"
 
 
 def assert_empty(fake: FakeEngine) -> None:
-    fake.scheduler.check_integrity()
+    fake.scheduler.queues.check_integrity()
     assert fake.scheduler.blocks.used_count == 0
-    assert not fake.scheduler.has_work and not fake.scheduler.running and not fake.scheduler.waiting
+    assert (
+        not fake.scheduler.queues.has_work and not fake.scheduler.queues.running and not fake.scheduler.queues.waiting
+    )

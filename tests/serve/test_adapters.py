@@ -35,7 +35,7 @@ def run(engine: Engine, prompts: list[list[int]], adapters: list[str | None]) ->
     while engine.has_work:
         for event in engine.step():
             tokens[int(event.request_id)].append(event.token)  # type: ignore[union-attr,arg-type]
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
     assert engine.blocks.used_count == 0
     return tokens
 

@@ -107,7 +107,7 @@ def test_every_output_is_valid(model: Transformer, tokenizer: BpeTokenizer, sett
     assert ("num_blocks" in settings) == (engine.stats().preemptions > 0)
     while engine.has_work:  # with overlap, a step is in flight after the last event
         engine.step()
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
     assert not engine.sampler.masks and engine.blocks.used_count == 0
 
 
@@ -156,7 +156,7 @@ def test_forced_tokens_are_those_that_would_be_sampled(
     assert engine.stats().forced_tokens == forced
     while engine.has_work:
         engine.step()
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
     assert engine.blocks.used_count == 0
 
 
@@ -218,7 +218,7 @@ def test_a_request_may_end_and_another_begin_while_masks_are_computed(
         text = tokenizer.decode([t for t in tokens[name] if t != tokenizer.eos_id])
         jsonschema.validate(json.loads(text), POINT)
     assert not engine.sampler.masks and engine.blocks.used_count == 0
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
     for _ in range(2):  # the masks of a step that was not sampled are left from the first
         check(engine.generate([tokenizer.encode("hello")], Sampling(max_tokens=100, grammar=SCHEMA))[0])
 
@@ -344,7 +344,7 @@ def test_a_grammar_that_reaches_a_limit_ends_its_choice_with_an_error(engine: En
     assert (last.finish, last.token) == ("error", None) and "the grammar cannot go on" in str(last.stop_reason)
     assert [e.finish for e in events if e.request_id == "easy"][-1] == "stop"
     assert engine.blocks.used_count == 0
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
 
 
 def test_a_refused_grammar_leaves_nothing_in_the_engine(engine: Engine) -> None:

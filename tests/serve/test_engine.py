@@ -65,7 +65,7 @@ def test_n_choices_share_a_prefill_and_have_their_own_seeds() -> None:
     assert engine.stats().prefix_queries == 10, "one prefill"
     alone = small_engine(MODEL).generate([prompt], Sampling(max_tokens=8, n=1, seed=5))
     assert found[0].tokens == alone[0].tokens
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
     assert engine.stats().blocks_used == 0
 
 
@@ -175,7 +175,7 @@ def test_new_weights_in_the_middle_of_a_text(overlap: bool) -> None:
     engine.update_weights(small_model().state_dict())
     while engine.has_work:
         tokens += [e.token for e in engine.step() if isinstance(e, TokenEvent)]
-        engine.scheduler.check_integrity()
+        engine.scheduler.queues.check_integrity()
     assert len(tokens) == 6  # each is returned once, also those of a step that was pending
 
 
@@ -241,7 +241,7 @@ def test_aborts_at_any_moment_release_all_blocks() -> None:
             engine.step()
         for i in range(4):
             engine.abort(str(i))
-        engine.scheduler.check_integrity()
+        engine.scheduler.queues.check_integrity()
         assert engine.stats().blocks_used == 0 and not engine.has_work
 
 

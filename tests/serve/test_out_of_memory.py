@@ -37,7 +37,7 @@ def test_steps_shrink_until_they_fit_and_the_text_is_the_same(tokens: int, overl
         found = engine.generate(PROMPTS, asked)
     assert [(c.tokens, c.finish) for c in found] == [(c.tokens, c.finish) for c in want]
     assert engine.blocks.used_count == 0
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -52,7 +52,7 @@ def test_a_step_that_fails_in_any_part_is_computed_again(part: str, overlap: boo
     call = getattr(owner, part)
 
     def fails_twice(*args: Any) -> Any:
-        calls.append(len(engine.scheduler.in_flight))
+        calls.append(len(engine.scheduler.queues.in_flight))
         if len(calls) in (3, 8):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return call(*args)
@@ -63,7 +63,7 @@ def test_a_step_that_fails_in_any_part_is_computed_again(part: str, overlap: boo
     assert [(c.tokens, c.logprobs) for c in found] == [(c.tokens, c.logprobs) for c in want]
     while engine.has_work:
         engine.step()
-    engine.scheduler.check_integrity()
+    engine.scheduler.queues.check_integrity()
     assert engine.blocks.used_count == 0
     assert max(calls) == 1 + overlap
 

@@ -31,7 +31,7 @@ def run(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
         for event in engine.step():
             assert isinstance(event, TokenEvent) and event.token is not None
             found[int(event.request_id)].append(event.token)
-        engine.scheduler.check_integrity()
+        engine.scheduler.queues.check_integrity()
     assert engine.blocks.used_count == 0
     return found
 

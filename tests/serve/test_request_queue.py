@@ -76,7 +76,7 @@ def test_an_aborted_request_is_not_submitted_when_its_grammar_is_ready(worker: W
     worker.requests.abort("gone")
     for _ in range(2):
         worker.requests.compiled(worker.next_message().request, 1.0)
-    assert worker.sent() == Accepted("stays") and list(worker.engine.scheduler.requests) == ["stays"]
+    assert worker.sent() == Accepted("stays") and list(worker.engine.scheduler.queues.requests) == ["stays"]
     assert worker.engine.stats().grammar_compilations == 1
 
 

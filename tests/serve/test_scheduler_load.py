@@ -70,20 +70,28 @@ def test_every_request_gets_the_text_it_would_get_alone(system: dict, load: list
     stopped: set[tuple[str, int]] = set()
     bound = 20 + 2 * sum(r.sampling.n * 2 * (len(r.prompt) + r.sampling.max_tokens) for r in requests)
     clock = 0
-    while clock <= 20 or scheduler.has_work:
+    while clock <= 20 or scheduler.queues.has_work:
         for i, a in enumerate(load):
             if a["at"] == clock:
                 try:
-                    scheduler.add(requests[i])
+                    scheduler.queues.add(requests[i])
                     served[requests[i].id] = requests[i]
                 except Unservable:
                     assert_unservable(fake, requests[i])
-            if a["abort_after"] is not None and a["at"] + a["abort_after"] == clock and scheduler.abort(requests[i].id):
+            if (
+                a["abort_after"] is not None
+                and a["at"] + a["abort_after"] == clock
+                and scheduler.queues.abort(requests[i].id)
+            ):
                 aborted.add(requests[i].id)
-            if a["stop_after"] is not None and a["at"] + a["stop_after"] == clock and scheduler.stop(requests[i].id, 0):
+            if (
+                a["stop_after"] is not None
+                and a["at"] + a["stop_after"] == clock
+                and scheduler.queues.stop(requests[i].id, 0)
+            ):
                 stopped.add((requests[i].id, 0))
-            scheduler.check_integrity()
-        assert fake.step() or not scheduler.has_work, "requests are alive and no plan can be made"
+            scheduler.queues.check_integrity()
+        assert fake.step() or not scheduler.queues.has_work, "requests are alive and no plan can be made"
         assert fake.steps <= bound, "no progress"
         clock += 1
     assert_empty(fake)
@@ -120,16 +128,16 @@ def test_ten_thousand_requests_with_random_aborts_release_everything(depth: int)
             f"r{number}", prompt, arrival=number / 50, max_tokens=rng.randrange(1, 8), n=rng.choice([1, 1, 1, 3]),
             priority=rng.randrange(-1, 2),
         )  # fmt: skip
-        scheduler.add(request)
+        scheduler.queues.add(request)
         alive.append(request.id)
         if rng.random() < 0.4:
-            scheduler.abort(alive.pop(rng.randrange(len(alive))))
-        if number % 3 == 0 or len(scheduler.waiting) > 20:
+            scheduler.queues.abort(alive.pop(rng.randrange(len(alive))))
+        if number % 3 == 0 or len(scheduler.queues.waiting) > 20:
             fake.step()
         if number % 500 == 0:
-            scheduler.check_integrity()
+            scheduler.queues.check_integrity()
         alive = alive[-40:]
     drain(fake, bound=100_000)
     assert_empty(fake)
-    assert scheduler.preemptions > 0 and scheduler.hit_tokens > 0, "the soak was too easy"
-    assert len(scheduler._free_rows) == 16 and not scheduler.requests
+    assert scheduler.queues.preemptions > 0 and scheduler.queues.hit_tokens > 0, "the soak was too easy"
+    assert len(scheduler.queues.free_rows) == 16 and not scheduler.queues.requests

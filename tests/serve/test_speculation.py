@@ -65,7 +65,7 @@ def run(engine: Engine, requests: Seq[Request]) -> Texts:
         for event in engine.step():
             assert isinstance(event, TokenEvent)
             found[event.request_id, event.index].append(event)
-        engine.scheduler.check_integrity()
+        engine.scheduler.queues.check_integrity()
     assert engine.blocks.used_count == 0
     return found
 
@@ -207,11 +207,11 @@ def test_aborts_at_any_moment_release_all_blocks(overlap: bool) -> None:
             engine.step()
         for request in asked:
             engine.abort(request.id)
-            engine.scheduler.check_integrity()
+            engine.scheduler.queues.check_integrity()
         while engine.has_work:
             engine.step()
         assert engine.blocks.used_count == 0
-        engine.scheduler.check_integrity()
+        engine.scheduler.queues.check_integrity()
 
 
 def test_new_weights_in_the_middle_of_a_speculated_text() -> None:
@@ -222,7 +222,7 @@ def test_new_weights_in_the_middle_of_a_speculated_text() -> None:
     engine.weights_changed()
     while engine.has_work:
         events += engine.step()
-        engine.scheduler.check_integrity()
+        engine.scheduler.queues.check_integrity()
     assert [e.token for e in events if isinstance(e, TokenEvent)] == list(
         small_engine(MODEL).generate(PROMPTS[:1], SAMPLINGS["greedy"])[0].tokens
     )

@@ -81,7 +81,7 @@ def serve(
         while queue or engine.has_work:
             if not engine.has_work and not closed:
                 clock = max(clock, arrival[queue[0]])
-            held = len(engine.scheduler.requests)
+            held = len(engine.scheduler.queues.requests)
             while queue and (held < slots if closed else arrival[queue[0]] <= clock):
                 i = queue.popleft()
                 held, taken[i] = held + 1, clock
@@ -91,7 +91,7 @@ def serve(
                 engine.submit(
                     Request(id=str(i), prompt=tuple(prompts[i]), sampling=sampling, arrival=float(arrival[i]))
                 )
-            held, began = len(engine.scheduler.requests), tick()
+            held, began = len(engine.scheduler.queues.requests), tick()
             events = engine.step()
             took = tick() - began
             clock, area = clock + took, area + held * took

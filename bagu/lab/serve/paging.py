@@ -76,15 +76,15 @@ def serve(lengths: Lengths, page: int) -> Row:
     config = SchedulerConfig(max_model_len=LONGEST, max_num_seqs=1024, max_num_batched_tokens=4096)
     scheduler = Scheduler(config, blocks)
     for i, (prompt, answer) in enumerate(lengths):
-        scheduler.add(Request(id=str(i), prompt=(i,) * prompt, sampling=Sampling(max_tokens=answer)))
+        scheduler.queues.add(Request(id=str(i), prompt=(i,) * prompt, sampling=Sampling(max_tokens=answer)))
     held, reserved, running, computed, steps = [], [], [], 0, 0
-    while scheduler.has_work:
+    while scheduler.queues.has_work:
         plan = scheduler.plan()
         assert plan is not None, "requests are left, but there is nothing to run"
-        if scheduler.waiting:  # measured before the commit, which frees finished sequences
-            held.append(sum(s.planned for s in scheduler.running))
+        if scheduler.queues.waiting:  # measured before the commit, which frees finished sequences
+            held.append(sum(s.planned for s in scheduler.queues.running))
             reserved.append(blocks.used_count * page)
-            running.append(len(scheduler.running))
+            running.append(len(scheduler.queues.running))
         scheduler.commit(plan, [0] * len(plan.sampled))
         computed, steps = computed + plan.num_tokens, steps + 1
     needed = sum(prompt + answer - 1 for prompt, answer in lengths)  # the last token is not an input
@@ -93,7 +93,7 @@ def serve(lengths: Lengths, page: int) -> Row:
         "unreserved_percent": 100 * (1 - sum(reserved) / (POOL * len(reserved))),
         "running_sequences": sum(running) / len(running),
         "steps": steps,
-        "preemptions": scheduler.preemptions,
+        "preemptions": scheduler.queues.preemptions,
         "recomputed_percent": 100 * (computed / needed - 1),
     }
 

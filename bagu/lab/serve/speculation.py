@@ -95,7 +95,7 @@ def decode(engine: Engine, batch: int, new: int, name: str) -> float:
     for i, prompt in enumerate(work.prompts):
         sampling = Sampling(max_tokens=new + 1, temperature=0.0, ignore_eos=True)
         engine.submit(Request(id=f"{name}-{i}", prompt=prompt, sampling=sampling, arrival=float(i)))
-    while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.running):
+    while engine.stats().waiting or any(len(s.tokens) == s.num_prompt for s in engine.scheduler.queues.running):
         engine.step()
     began = time.perf_counter()
     while engine.has_work:

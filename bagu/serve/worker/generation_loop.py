@@ -76,7 +76,7 @@ class _Loop:
                 continue
             events = engine.step()
             first_tokens = _first_tokens(events, self.waiting) if self.waiting else ()
-            send_now = bool(first_tokens or self.waiting or engine.scheduler.waiting)
+            send_now = bool(first_tokens or self.waiting or engine.scheduler.queues.waiting)
             self.buffer.add(events, first_tokens, send_now=send_now)
 
     def _handle(self, message: Any, arrival: float) -> None:
