@@ -69,10 +69,10 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_a_histogram_is_cumulative() -> None:
-    histogram = Histogram((1, 2), keep=3)
+    histogram = Histogram("h", "Help.", (1, 2), keep=3)
     for value in (0.5, 1, 1.5, 9):
         histogram.observe(value)
-    lines = [line.split()[-1] for line in histogram.lines("h", 'a="b"')]
+    lines = [line.split()[-1] for line in histogram.lines('a="b"')][2:]
     assert lines == ["2", "3", "4", "12.0", "4"]
     assert histogram.quantile(0.5) == 1.5 and histogram.quantile(0.5, last=1) == 9  # of the last three; of the last one
     assert histogram.quantile(0.5, last=0) is None

@@ -189,9 +189,8 @@ def make_app(api: Api) -> ApiMiddleware:
     app = FastAPI(
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
     )
-    methods: dict[
-        str, dict[str, tuple[Endpoint, Access]]
-    ] = {}  # one route per path, whose 405 lists all its methods in Allow
+    # one route per path, whose 405 lists all its methods in Allow
+    methods: dict[str, dict[str, tuple[Endpoint, Access]]] = {}
     for operation in api.served:
         methods.setdefault(operation.route, {})[operation.method] = getattr(api, operation.name), operation.access
     for route, endpoints in methods.items():

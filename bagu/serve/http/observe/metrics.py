@@ -27,8 +27,8 @@ KEPT = 512  # last times to first token that are kept for quantiles
 class Histogram:
     """A Prometheus histogram: counts by upper bound (written cumulatively), and the last `keep` values."""
 
-    def __init__(self, bounds: Sequence[float], *, keep: int = 0) -> None:
-        self.bounds = bounds
+    def __init__(self, name: str, help: str, bounds: Sequence[float], *, keep: int = 0) -> None:
+        self.name, self.help, self.bounds = name, help, bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
         self.recent: deque[float] = deque(maxlen=keep)
@@ -44,8 +44,9 @@ class Histogram:
         ordered = sorted(recent if last is None else recent[max(0, len(recent) - last) :])
         return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else None
 
-    def lines(self, name: str, labels: str) -> Iterator[str]:
-        total = 0
+    def lines(self, labels: str) -> Iterator[str]:
+        name, total = self.name, 0
+        yield from _metric(name, "histogram", self.help)
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
             total += count
             yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
@@ -65,16 +66,37 @@ class Metrics:
     finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
     # by (handler, method, status, version_label)
     http: Counter[tuple[str, str, int, str]] = field(default_factory=Counter)
-    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
-    engine_first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN, keep=KEPT))
-    between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
-    per_output_token: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
-    end_to_end: Histogram = field(default_factory=lambda: Histogram(REQUEST))
-    queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST))
-    prefill_time: Histogram = field(default_factory=lambda: Histogram(REQUEST))
-    decode_time: Histogram = field(default_factory=lambda: Histogram(REQUEST))
-    request_prompt: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    request_generation: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+    def __post_init__(self) -> None:
+        self.first_token = Histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN, keep=KEPT
+        )
+        self.engine_first_token = Histogram(
+            "bagu:engine_time_to_first_token_seconds",
+            "From the engine's queue to the first token, measured in the engine process.",
+            FIRST_TOKEN,
+            keep=KEPT,
+        )
+        self.between_tokens = Histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a choice.", BETWEEN_TOKENS
+        )
+        self.per_output_token = Histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "(last - first token) / (tokens - 1) of a choice.",
+            BETWEEN_TOKENS,
+        )
+        self.end_to_end = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end of a choice.", REQUEST)
+        self.queue_time = Histogram(
+            "vllm:request_queue_time_seconds", "From the engine's queue to the first step of the request.", REQUEST
+        )
+        self.prefill_time = Histogram(
+            "vllm:request_prefill_time_seconds", "From the first step of the request to its first token.", REQUEST
+        )
+        self.decode_time = Histogram(
+            "vllm:request_decode_time_seconds", "From the first token of a choice to its last.", REQUEST
+        )
+        self.request_prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.request_generation = Histogram("vllm:request_generation_tokens", "Tokens of a choice.", TOKENS)
 
     @property
     def generation_tokens(self) -> int:
@@ -93,22 +115,22 @@ class Metrics:
     def families(self, engine: EngineStats | None) -> Iterator[str]:
         """The lines of all metrics; `engine` None leaves out the engine's gauges."""
         yield from self._counters(self.label)
-        yield from self._histograms(self.label)
+        for histogram in vars(self).values():
+            if isinstance(histogram, Histogram):
+                yield from histogram.lines(self.label)
         if engine is not None:
             yield from _gauges(engine, self.label)
 
     def _counters(self, label: str) -> Iterator[str]:
-        yield from _metric("vllm:prompt_tokens_total", "counter", "Prompt tokens of accepted requests.")
-        yield f"vllm:prompt_tokens_total{{{label}}} {self.prompt_tokens}"
-        yield from _metric("vllm:generation_tokens_total", "counter", "Tokens generated.")
-        yield f"vllm:generation_tokens_total{{{label}}} {self.generation_tokens}"
-        yield from _metric("vllm:request_success_total", "counter", "Choices finished, by reason.")
-        for reason in ("stop", "length", "abort", "error"):
-            yield f'vllm:request_success_total{{{label},finished_reason="{reason}"}} {self.finished[reason]}'
-        yield from _metric("bagu:engine_restarts_total", "counter", "Restarts of the engine process.")
-        yield f"bagu:engine_restarts_total{{{label}}} {self.engine_restarts}"
-        yield from _metric("bagu:request_errors_total", "counter", "Choices that the server failed to finish.")
-        yield f"bagu:request_errors_total{{{label}}} {self.errors}"
+        reasons = [(f'{label},finished_reason="{r}"', self.finished[r]) for r in ("stop", "length", "abort", "error")]
+        for name, help, values in (
+            ("vllm:prompt_tokens_total", "Prompt tokens of accepted requests.", [(label, self.prompt_tokens)]),
+            ("vllm:generation_tokens_total", "Tokens generated.", [(label, self.generation_tokens)]),
+            ("vllm:request_success_total", "Choices finished, by reason.", reasons),
+            ("bagu:engine_restarts_total", "Restarts of the engine process.", [(label, self.engine_restarts)]),
+            ("bagu:request_errors_total", "Choices that the server failed to finish.", [(label, self.errors)]),
+        ):
+            yield from sample(name, "counter", help, values)
 
     def server_lines(self) -> Iterator[str]:
         """The metrics of the HTTP server's process."""
@@ -120,38 +142,6 @@ class Metrics:
         for (handler, method, status, version), count in sorted(self.http.items()):
             label = labels(handler=handler, method=method, status=str(status)) + (version and f",{version}")
             yield f"http_requests_total{{{label}}} {count}"
-
-    def _histograms(self, label: str) -> Iterator[str]:
-        for name, help, histogram in (
-            ("vllm:time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
-            (
-                "bagu:engine_time_to_first_token_seconds",
-                "From the engine's queue to the first token, measured in the engine process.",
-                self.engine_first_token,
-            ),
-            ("vllm:inter_token_latency_seconds", "Between two tokens of a choice.", self.between_tokens),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "(last - first token) / (tokens - 1) of a choice.",
-                self.per_output_token,
-            ),
-            ("vllm:e2e_request_latency_seconds", "From arrival to the end of a choice.", self.end_to_end),
-            (
-                "vllm:request_queue_time_seconds",
-                "From the engine's queue to the first step of the request.",
-                self.queue_time,
-            ),
-            (
-                "vllm:request_prefill_time_seconds",
-                "From the first step of the request to its first token.",
-                self.prefill_time,
-            ),
-            ("vllm:request_decode_time_seconds", "From the first token of a choice to its last.", self.decode_time),
-            ("vllm:request_prompt_tokens", "Prompt tokens of a request.", self.request_prompt),
-            ("vllm:request_generation_tokens", "Tokens of a choice.", self.request_generation),
-        ):
-            yield from _metric(name, "histogram", help)
-            yield from histogram.lines(name, label)
 
 
 def metrics_text(
