@@ -5,7 +5,8 @@ from the same rendering, so text and mask always agree:
 
 * A template with `{% generation %} ... {% endgeneration %}` marks the assistant's text itself.
 * For any other template, the text that one more assistant message adds after the generation prompt is that message's
-  text. A template that rewrites earlier turns as the chat grows is refused.
+  text (chat_spans.py). Where a template rewrites an answer as the chat grows, as Qwen3's removes earlier thoughts, that
+  answer is an example of its own, rendered as the last message: so the model sees it when it generates it.
 
 The token that ends the assistant's turn is part of it: a model that is never trained on it never stops.
 
@@ -20,12 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 
+from bagu.data.chat_cut import EncodedChat, fitted
+from bagu.data.chat_spans import SpanFinder
 from bagu.data.chat_template import CLOSE, OPEN, ChatTemplate, Message, Span
 from bagu.data.source import Conversation
 from bagu.data.store import TokenDocument
@@ -33,15 +35,8 @@ from bagu.data.tokenizer import BpeTokenizer, encoded
 from bagu.errors import BaguError
 
 GUARD = "\ufdd2"
+SPANS = 2  # version of the rules for examples and spans, in the key of stored tokens
 MARKS = re.compile(f"[{OPEN}{CLOSE}{GUARD}]")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedChat:
-    """Token ids, and a mask with 1 for the tokens of the assistant."""
-
-    ids: list[int]
-    mask: list[int]
 
 
 class ChatEncoder:
@@ -60,16 +55,27 @@ class ChatEncoder:
         self._markup.no_truncation()
         names = sorted(tokenizer.special_ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._finder = SpanFinder(self.template, self._special)
         self._begun = tuple({name[:n] for name in names for n in range(1, len(name))})
 
     @property
     def token_facts(self) -> dict[str, Any]:
         """What decides the tokens of a chat."""
-        return self.tokenizer.token_facts | {"template": self.template.source, "variables": self.template.variables}
+        template = {"template": self.template.source, "variables": self.template.variables}
+        return self.tokenizer.token_facts | template | {"spans": SPANS}
 
     def encode(self, messages: Sequence[Message], **variables: Any) -> EncodedChat:
-        """Encode all messages and mask the assistant's tokens. A chat without assistant text is refused."""
-        text, spans = self._rendered(self._safe(messages), self._safe(variables))
+        """Encode all messages and mask the assistant's tokens: the last of the `examples`, which has all of them unless
+        the template rewrites answers. A chat without assistant text is refused."""
+        return self.examples(messages, **variables)[-1]
+
+    def examples(self, messages: Sequence[Message], *, given: int = 0, **variables: Any) -> list[EncodedChat]:
+        """What to train on for a chat whose first `given` messages are a prompt: the chat with its answers masked, and
+        before it each answer that the template rewrites as the chat grows, as the end of a chat of its own."""
+        found = self._finder.examples(self._safe(messages), given, self._safe(variables))
+        return [self._example(messages, text, spans) for text, spans in found]
+
+    def _example(self, messages: Sequence[Message], text: str, spans: Sequence[Span]) -> EncodedChat:
         ids, places = self._tokens(text)
         mask = [int(any(start < end and end > a and start < b for a, b in spans)) for start, end in places]
         if not any(mask):
@@ -93,23 +99,35 @@ class ChatEncoder:
     @cached_property
     def turn_ends(self) -> tuple[int, ...]:
         """The token that ends the assistant's turn: generation stops there too, not only at the end-of-text token.
-        Empty if the template does not mark the assistant's tokens."""
+        Empty if the template refuses such a chat."""
         try:
             chat = self.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except BaguError:
             return ()
         return (chat.ids[max(i for i, in_answer in enumerate(chat.mask) if in_answer)],)
 
-    def documents(self, conversations: Iterable[Conversation]) -> Iterator[TokenDocument]:
-        """Encode conversations for a token store."""
+    def documents(self, conversations: Iterable[Conversation], context: int | None = None) -> Iterator[TokenDocument]:
+        """Encode conversations for a token store. A chat that is longer than `context` is cut at turns (chat_cut.py).
+        The further examples of chat "a:1" have the ids "a:1#2", "a:1#3", ..."""
         for conversation in conversations:
             variables = {} if conversation.tools is None else {"tools": list(conversation.tools)}
+
+            def encode(
+                messages: Sequence[Message], given: int, variables: dict[str, Any] = variables
+            ) -> list[EncodedChat]:
+                return self.examples(messages, given=given, **variables)
+
             try:
-                chat = self.encode(conversation.messages, **variables)
+                if context is None:
+                    chats = encode(conversation.messages, conversation.given)
+                else:
+                    chats = fitted(conversation, encode, context)
             except BaguError as error:
                 error.args = (f"{conversation.place or conversation.id}: {error}",)
                 raise
-            yield TokenDocument(id=conversation.id, tokens=chat.ids, mask=chat.mask)
+            for n, chat in enumerate(chats, start=1):
+                id = conversation.id if n == 1 else f"{conversation.id}#{n}"
+                yield TokenDocument(id=id, tokens=chat.ids, mask=chat.mask)
 
     def _safe(self, value: Any) -> Any:
         """The messages with guards, so that no text is the name of a control token."""
@@ -132,34 +150,6 @@ class ChatEncoder:
         if MARKS.search(text):
             hint = "remove the noncharacters U+FDD0 to U+FDD2; text does not use them"
             raise BaguError("a message contains a Unicode noncharacter that chat encoding reserves", hint=hint)
-
-    def _rendered(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> tuple[str, list[Span]]:
-        """The text (with guards) and the spans of the assistant's text."""
-        text, spans = self.template.render_spans(messages, **variables)
-        if self.template.marks_generation:
-            return text, [self._with_end(text, span) for span in spans]
-        for i, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                before = self.template.render(messages[:i], add_generation_prompt=True, **variables)
-                after = self.template.render(messages[: i + 1], **variables)
-                if not (after.startswith(before) and text.startswith(after)):
-                    hint = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
-                    raise BaguError(f"the chat template rewrites the text before or in message {i}", hint=hint)
-                spans.append(self._to_end(text, (len(before), len(after))))
-        return text, spans
-
-    def _with_end(self, text: str, span: Span) -> Span:
-        """The span of a generation block, extended by a control token right after it if the block omits it."""
-        start, end = span
-        ends_itself = any(not text[m.end() : end].strip() for m in self._special.finditer(text, start, end))
-        follows = self._special.match(text, end)
-        return (start, follows.end()) if follows and not ends_itself else span
-
-    def _to_end(self, text: str, span: Span) -> Span:
-        """A span without the white space that the template adds after the control token that ends the turn."""
-        start, end = span
-        ends = [m.end() for m in self._special.finditer(text, start, end) if not text[m.end() : end].strip()]
-        return (start, ends[-1]) if ends else span
 
     def _tokens(self, text: str) -> tuple[list[int], list[Span]]:
         """Ids, and the span of `text` of each. The text between two guards is encoded separately."""

@@ -1,4 +1,4 @@
-"""One source of a run as chats: JSON chats, or pairs of docstring and function made from the standard library."""
+"""One source of a run as chats: chats of files, or pairs of docstring and function made from the standard library."""
 
 from __future__ import annotations
 
@@ -94,6 +94,4 @@ def chat_source(config: SourceConfig) -> ChatJsonlSource:
     if config.renamed:
         raise BaguError("renamed is set, and it copies functions of the standard library", hint="leave it out")
     path = Path(config.path)
-    if path.match("*.parquet"):
-        raise BaguError(f"chats are read from JSON, and {path} is Parquet", hint="write it as JSON lines")
     return ChatJsonlSource(path) if config.glob is None else ChatJsonlSource(path, config.glob)

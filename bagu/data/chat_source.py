@@ -1,8 +1,9 @@
-"""Chats from JSON rows, in the three common formats; each becomes messages with role and content.
+"""Chats from rows of JSON or Parquet, in the common formats; each becomes messages with role and content.
 
     messages    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}              OpenAI
     ShareGPT    {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
     Alpaca      {"instruction": "...", "input": "...", "output": "...", "history": [["...", "..."]]}
+    TRL         {"prompt": "...", "completion": "..."}: texts or lists of messages; only the completion is learned
 
 Common roles are system, user, assistant and tool; the chat template decides which it accepts. An assistant's message
 may call tools ("tool_calls") and then needs no content.
@@ -18,6 +19,7 @@ from typing import Any
 
 from bagu.data.json_rows import Row, json_rows
 from bagu.data.source import Conversation, describe_files, list_files, non_empty
+from bagu.data.table import parquet_rows
 from bagu.errors import BaguError
 
 # ShareGPT's role names, and those of formats derived from it
@@ -26,32 +28,38 @@ SHAREGPT = {
     "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system", "tool": "tool",
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
-FORMS = '"messages" (role, content), "conversations" (from, value), or "instruction" and "output"'
+FORMS = (
+    '"messages" (role, content), "conversations" (from, value), "instruction" and "output", "prompt" and "completion"'
+)
 
 
 @dataclass(frozen=True)
 class ChatJsonlSource:
-    """Chats from JSON lines or JSON lists, in a file or a folder."""
+    """Chats from JSON lines, JSON lists or Parquet, in a file or a folder. `glob` may select files of one kind."""
 
     path: Path
     glob: str = "**/*.jsonl*"
 
     def conversations(self) -> Iterator[Conversation]:
-        return non_empty(map(conversation, json_rows(self.files())), self.path)
+        files = self.files()
+        rows = parquet_rows(files) if files[0][1].suffix == ".parquet" else json_rows(files)
+        return non_empty(map(conversation, rows), self.path)
 
     def describe(self) -> dict[str, Any]:
         return describe_files("chat jsonl", self.files())
 
     def files(self) -> list[tuple[str, Path]]:
-        """For a folder, by default its .jsonl files, or its .json files if it has no .jsonl."""
+        """For a folder, by default its .jsonl files; if it has none, its .parquet files, or else its .json files."""
         standard = self.glob == ChatJsonlSource.glob and self.path.is_dir()
         if standard and not any(self.path.glob(self.glob)):
-            return list_files(self.path, "**/*.json")
+            other = "**/*.parquet" if any(self.path.glob("**/*.parquet")) else "**/*.json"
+            return list_files(self.path, other)
         return list_files(self.path, self.glob)
 
 
 def conversation(row: Row) -> Conversation:
     """The chat of a row, in any of the formats."""
+    given = 0
     if "messages" in row.fields:
         messages = [_message(row, n, m) for n, m in enumerate(_list(row, "messages"))]
     elif "conversations" in row.fields:
@@ -59,12 +67,24 @@ def conversation(row: Row) -> Conversation:
         messages = [*_system(row), *messages]
     elif "instruction" in row.fields and "output" in row.fields:
         messages = _from_alpaca(row)
+    elif "prompt" in row.fields and "completion" in row.fields:
+        prompt = _said(row, "prompt", "user")
+        messages, given = [*prompt, *_said(row, "completion", "assistant")], len(prompt)
     else:
         raise BaguError(f"{row.place}: not a chat: expected {FORMS}", hint=f"found {row.found}")
-    return Conversation(id=row.id, messages=tuple(messages), tools=_tools(row), place=row.place)
+    return Conversation(id=row.id, messages=tuple(messages), tools=_tools(row), given=given, place=row.place)
+
+
+def _said(row: Row, key: str, role: str) -> list[dict[str, Any]]:
+    """The messages of a field: a list of them, or a text that is one message of `role`."""
+    if isinstance(row.fields[key], str):
+        return [{"role": role, "content": row.text(key)}]
+    return [_message(row, n, m) for n, m in enumerate(_list(row, key))]
 
 
 def _message(row: Row, number: int, message: Any) -> dict[str, Any]:
+    if isinstance(message, dict):
+        message = {key: value for key, value in message.items() if value is not None}  # Parquet's missing keys
     if not isinstance(message, dict) or "role" not in message:
         raise BaguError(f"{row.place}: message {number} has no role", hint=f"found {message!r:.80}")
     role = row.string(message["role"], f"the role of message {number}")

@@ -27,9 +27,9 @@ class SourceConfig:
     """Where data comes from: "stdlib", or a file or folder of text, JSON lines, .json lists or Parquet.
 
     `field` is the JSON key or Parquet column that holds the text, `glob` selects files of a folder. Objectives that
-    read chats take JSON in the form of messages, ShareGPT or Alpaca; from "stdlib" they make pairs of a docstring and
-    its function, with answers of at most `max_bytes`. Each function of the training files comes again in `renamed`
-    copies under random names, from which a small model learns to copy the asked name (renamed.py).
+    read chats take JSON or Parquet in the form of messages, ShareGPT, Alpaca or TRL; from "stdlib" they make pairs of a
+    docstring and its function, with answers of at most `max_bytes`. Each function of the training files comes again in
+    `renamed` copies under random names, from which a small model learns to copy the asked name (renamed.py).
     """
 
     path: str = STDLIB

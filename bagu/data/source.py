@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -19,6 +20,7 @@ from bagu.data.json_rows import json_rows
 from bagu.errors import BaguError
 
 T = TypeVar("T")
+STRINGS = r"(dictionary<values=)?(large_)?string(_view)?(, .*>)?"  # Arrow types whose values are strings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +35,14 @@ class Document:
 class Conversation:
     """Messages in the format of chat templates: mappings with at least `role` and `content`.
 
-    `tools` are the tools that the assistant may call, None if there are none. `place` is the file and line, for errors.
+    `tools` are the tools that the assistant may call, None if there are none. The first `given` messages are a prompt,
+    and no answer among them is a target. `place` is the file and line, for errors.
     """
 
     id: str
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
+    given: int = 0
     place: str | None = None
 
 
@@ -102,7 +106,7 @@ class ParquetSource:
             kinds = {f.name: str(f.type) for f in file.schema_arrow}
             if self.column not in kinds:
                 raise BaguError(f"{path} has no column {self.column!r}", hint=f"it has: {', '.join(kinds)}")
-            if kinds[self.column] not in ("string", "large_string"):
+            if not re.fullmatch(STRINGS, kinds[self.column]):
                 raise BaguError(f"{path}: column {self.column!r} holds {kinds[self.column]}; expected strings")
             batches = file.iter_batches(columns=[self.column], batch_size=1024)
             values = (value for batch in batches for value in batch.column(0).to_pylist())

@@ -23,7 +23,7 @@ class TrainOptions:
     data: Annotated[
         tuple[str, ...],
         Argument(
-            "Files or folders of text, JSON or Parquet. SFT reads chats (messages, ShareGPT, Alpaca), "
+            "Files or folders of text, JSON or Parquet. SFT reads chats (messages, ShareGPT, Alpaca, TRL), "
             "reward and dpo read preferences (prompt, chosen, rejected). "
             "Default: 'stdlib', Python's standard library.",
             metavar="DATA",

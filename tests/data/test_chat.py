@@ -178,15 +178,10 @@ def test_any_text_is_unchanged(tokenizer: BpeTokenizer, texts: list[str]) -> Non
     assert said(ChatEncoder(tokenizer), chat) == expected
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: BpeTokenizer) -> None:
-    chat = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "<think>hm</think>a"},
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "b"},
-    ]
-    with pytest.raises(BaguError, match="rewrites the text before or in message 1"):
-        encoder(tokenizer, FORGETS).encode(chat)
+def test_a_template_that_rewrites_the_question_is_refused(tokenizer: BpeTokenizer) -> None:
+    source = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    with pytest.raises(BaguError, match="rewrites the text before message 1"):
+        encoder(tokenizer, source).encode(CHAT[1:])
 
 
 def test_bad_chats_and_templates_are_refused(tokenizer: BpeTokenizer) -> None:

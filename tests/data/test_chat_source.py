@@ -152,3 +152,28 @@ def test_a_folder_prefers_jsonl_over_json(tmp_path: Path) -> None:
     assert [c.id for c in ChatJsonlSource(tmp_path).conversations()] == ["a.json:1"]
     (tmp_path / "b.jsonl").write_text(json.dumps({"instruction": "x", "output": "y"}))
     assert [c.id for c in ChatJsonlSource(tmp_path).conversations()] == ["b.jsonl:1"]
+
+
+def test_rows_of_prompt_and_completion_train_the_completion(tmp_path: Path) -> None:
+    earlier = [SYSTEM, ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
+    texts, lists = read(
+        tmp_path, {"prompt": "2 + 2?", "completion": "4"},
+        {"prompt": earlier, "completion": [{"role": "assistant", "content": "Yes."}]},
+    )  # fmt: skip
+    assert list(texts.messages) == [ASKED, ANSWERED] and texts.given == 1
+    assert list(lists.messages) == [*earlier, {"role": "assistant", "content": "Yes."}]
+    tokenizer = BpeTokenizer.train(["x"], vocab_size=300, chat_template=DEFAULT_TEMPLATE)
+    said = [
+        tokenizer.decode([t for t, on in zip(d.tokens, d.mask or (), strict=True) if on])
+        for d in ChatEncoder(tokenizer).documents([texts, lists])
+    ]
+    assert said == ["4<|end|>", "Yes.<|end|>"]
+
+
+def test_chats_in_parquet_are_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    pq.write_table(pa.Table.from_pylist([{"messages": [ASKED, called, ANSWERED]}]), tmp_path / "a.parquet")
+    (chat,) = ChatJsonlSource(tmp_path).conversations()
+    assert list(chat.messages) == [ASKED, {**called, "content": ""}, ANSWERED]

@@ -150,6 +150,9 @@ def test_parquet_streams_rows_and_names_a_wrong_column(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts, "n": list(range(7))}), tmp_path / "x.parquet", row_group_size=2)
     found = [(d.id, d.text) for d in open_source(tmp_path).documents()]
     assert found == [(f"x.parquet:{i}", f"text {i}") for i in range(5)]
+    encoded = pa.table({"text": pa.array(texts).dictionary_encode(), "n": list(range(7))})
+    pq.write_table(encoded, tmp_path / "x.parquet")
+    assert [(d.id, d.text) for d in open_source(tmp_path).documents()] == found
     with pytest.raises(BaguError, match="no column 'body'") as caught:
         list(ParquetSource(tmp_path, column="body").documents())
     assert "text, n" in caught.value.hint
