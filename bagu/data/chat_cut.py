@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,15 +44,15 @@ def fitted(conversation: Conversation, encode: Encode, context: int) -> list[Enc
             return []
         return encode((*messages[:head], *messages[start:end]), head + known - start)
 
-    def fits(first: int, stop: int) -> bool:
+    def fits(stop: int, first: int) -> bool:
         return all(len(example.ids) <= context for example in made(first, stop))
 
-    if fits(0, len(turns)):
+    if fits(len(turns), 0):
         return made(0, len(turns))
     pieces: list[list[EncodedChat]] = []
     stop = len(turns)
     while stop:
-        first = bisect_left(range(stop), True, key=lambda first, stop=stop: fits(first, stop))
+        first = bisect_left(range(stop), True, key=partial(fits, stop))
         if first < stop:
             pieces.append(made(first, stop))
         stop = min(first, stop - 1)
