@@ -32,9 +32,10 @@ class Interpreted:
         return 0
 
     def empty(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype).fill_(1)  # CUDA's function does not fill memory with NaN
 
-    filled = empty
+    def filled(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype)
 
     def direct(self, launch: Launch) -> Direct | None:
         dtypes = [a.dtype if isinstance(a, torch.Tensor) else None for a in launch.args.values()]

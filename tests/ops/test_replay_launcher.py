@@ -95,7 +95,7 @@ def test_a_hook_on_triton_sees_every_launch() -> None:
     with noted_launches(seen.append):
         for _ in range(4):
             run(x, w, 1e-6)
-    assert len(seen) == 4
+    assert len(seen) == 4 and not plans(run)  # the interpreter's own launcher goes through the ordinary entry
 
 
 @pytest.mark.gpu

@@ -103,6 +103,8 @@ def product(x: torch.Tensor, w: torch.Tensor, end: Epilogue, y: torch.Tensor) ->
     wide = BK if x.element_size() == 2 else EXACT.N
     wide = min(wide, max(16, next_power_of_2(K)))
     tma = tile.tma and by_tma(x) and by_tma(w)
+    if not tma and max(tile.M * x.stride(0), tile.N * w.stride(0)) >= 1 << 31:  # the offsets in a tile are 32 bits
+        x, w = x.contiguous(), w.contiguous()
     launch = product_kernel[(triton.cdiv(M, tile.M) * triton.cdiv(N, tile.N),)]
     (with_scratch_memory(launch) if tma else launch)(
         x, w, end.bias, end.row_scale, end.column_scale, end.residual, y, M, N, K, x.stride(0), w.stride(0),

@@ -66,7 +66,7 @@ def _kernel(
     pair, rest = tl.arange(0, PAIRS)[None, :], 2 * R + tl.arange(0, REST)[None, :]
     paired, unpaired = pair < R, rest < D
     first, second = (2 * pair, 2 * pair + 1) if INTERLEAVED else (pair, R + pair)
-    heads = qkv_ptr + t * t_stride + g * g_stride + h * head_stride
+    heads = qkv_ptr + t * t_stride + g * g_stride + h.to(tl.int64) * head_stride
     a = tl.load(heads + first, (h < n + 2) & paired, 0.0)
     b = tl.load(heads + second, (h < n + 2) & paired, 0.0)
     z = tl.load(heads + rest, (h < n + 2) & unpaired, 0.0)
