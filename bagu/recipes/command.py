@@ -123,14 +123,18 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         if given.explain:
             explanation.before(summary, mesh)
 
+    # a recipe's context is a default; one that a user or a run has set stays
+    resumed = resume and RunFolder(out).is_run()
+    chosen = given.config is not None or resumed or any(s.startswith("data.context=") for s in given.settings)
     if given.dry_run:
-        print(json.dumps(configs.to_dict(run), indent=2))
-        announce(None, check(run, out, resume=resume, accept_data_change=accept_data_change))
+        summary = check(run, out, resume=resume, accept_data_change=accept_data_change, fit_context=not chosen)
+        print(json.dumps(configs.to_dict(replace(run, data=summary.data)), indent=2))
+        announce(None, summary)
         return 0
     with opened_mesh(run, place, out) as mesh:
         done = train(
             run, out, resume=resume, accept_data_change=accept_data_change, announce=partial(announce, mesh),
-            prompts=given.prompt or PROMPTS, mesh=mesh, timeline=given.explain,
+            prompts=given.prompt or PROMPTS, mesh=mesh, timeline=given.explain, fit_context=not chosen,
         )  # fmt: skip
     if given.explain and (place is None or place.rank == 0):
         explanation.after(mesh, done.fit)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ SELECTED = ("field", "dedup", "validation", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`start` is the folder of the model that the run starts from, `auxiliary` the folders of the objective's other
-    models, by role; `data_changes` has a line for each source that has changed since the run last started.
+    """`run` has the context that was chosen for it. `start` is the folder of the model that the run starts from,
+    `auxiliary` the folders of the objective's other models, by role; `data_changes` has a line for each source that has
+    changed since the run last started.
     """
 
+    run: Run
     device: torch.device
     dtype: torch.dtype
     start: Path | None
@@ -53,13 +55,16 @@ def read_inputs(
     accept_data_change: bool = False,
     tokenizer: BpeTokenizer | None = None,
     corpora: Mapping[str, Corpus] | None = None,
+    fit_context: bool = False,
 ) -> Inputs:
-    """Read and check the inputs of `run` in the folder `out`. A given tokenizer or corpus is not read again."""
+    """Read and check the inputs of `run` in the folder `out`. A given tokenizer or corpus is not read again. With
+    `fit_context` the objective may choose another context than `data.context`, by the model and the data."""
     device = named_device(run.device)
     start = find_model(run.init_from) if run.init_from else None
     model = run.model if start is None else run.objective.model_config(model_config(start))
     assert model is not None, "Run has model or init_from"
-    run.check_model(model)
+    if not fit_context:
+        run.check_model(model)
     made = run.corpora() if corpora is None else corpora
     changes = _data_changes(out / DATA, made)
     if changes and not accept_data_change:
@@ -70,12 +75,15 @@ def read_inputs(
     tokenizer = tokenizer or run_tokenizer(run, start, made, out)
     run.objective.check_tokenizer(tokenizer)
     _check_vocabulary(tokenizer, model)
+    if fit_context:
+        run = replace(run, data=run.objective.fit_context(made, tokenizer, run.data, model))
+        run.check_model(model)
     auxiliary = _auxiliary(run, tokenizer, model)
     data = run.objective.read(made, tokenizer, run.data, model)
     if corpora is None:
         made = {name: corpus.without_text() for name, corpus in made.items()}
     return Inputs(
-        device=device, dtype=named_dtype(run.dtype) if run.dtype else compute_dtype(device), start=start,
+        run=run, device=device, dtype=named_dtype(run.dtype) if run.dtype else compute_dtype(device), start=start,
         auxiliary=auxiliary, corpora=made, tokenizer=tokenizer, model=model, data=data, data_changes=changes,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bagu.data.loader import DataConfig
 from bagu.machine.device import vendor_flops
 from bagu.nn import count
 from bagu.nn.config import ModelConfig
@@ -34,6 +35,7 @@ class SourceSummary:
     tokens: int
     held_out_tokens: int
     epochs: float
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Summary:
     trained: int
     outside_blocks: int  # of the trained: embedding, head
     lora_base: str | None
+    data: DataConfig
     sources: tuple[SourceSummary, ...]
     auxiliary: Mapping[str, int]  # parameters of the objective's other models, by role
     first_step: int
@@ -69,7 +72,7 @@ class Summary:
             *(f"{role:<9} {size:,} parameters, frozen" for role, size in self.auxiliary.items()),
             *(
                 f"data      {s.name}: {s.documents:,} documents, {s.tokens:,} tokens, {s.held_out_tokens:,} held out; "
-                f"seen {s.epochs:.3g} times"
+                f"seen {s.epochs:.3g} times{'; ' * bool(s.note)}{s.note}"
                 for s in self.sources
             ),
             f"{self.objective:<9} {left:,} steps{begun} of {self.tokens_per_step:,} tokens, "
@@ -96,7 +99,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     sources = tuple(
         SourceSummary(
             name=name, documents=size.documents, tokens=size.tokens, held_out_tokens=size.validation_tokens,
-            epochs=report["sources"][name]["epochs"],
+            epochs=report["sources"][name]["epochs"], note=size.note,
         )
         for name, size in inputs.data.sources.items()
     )  # fmt: skip
@@ -115,7 +118,7 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
         trained += outside
     return Summary(
         objective=run.objective.kind, model=inputs.model, parameters=total, trained=trained, outside_blocks=outside,
-        lora_base=None if run.lora is None else run.lora.base, sources=sources,
+        lora_base=None if run.lora is None else run.lora.base, data=run.data, sources=sources,
         auxiliary={role: count.parameters(other).total for role, other in others.items()}, first_step=first_step,
         steps=run.train.steps, tokens_per_step=tokens_per_step, device=str(inputs.device),
         dtype=str(inputs.dtype).removeprefix("torch."), peak_flops=peak,

@@ -63,14 +63,17 @@ class Trained:
     fit: FitResult
 
 
-def check(run: Run, out: Path, *, resume: bool = False, accept_data_change: bool = False) -> Summary:
+def check(
+    run: Run, out: Path, *, resume: bool = False, accept_data_change: bool = False, fit_context: bool = False
+) -> Summary:
     """Run all checks that `train` makes before it loads weights, and return the summary. Does not change `out`."""
     folder = RunFolder(out)
     folder.check_free(resume=resume)
     if run.wandb is not None:
         WeightsAndBiases.check()
     _check_offload(run)
-    inputs = read_inputs(run, out, accept_data_change=accept_data_change)
+    inputs = read_inputs(run, out, accept_data_change=accept_data_change, fit_context=fit_context)
+    run = inputs.run
     if isinstance(run.objective, PolicyObjective):
         open_reward(run.objective, inputs.device).close()  # raises for a reward that cannot be loaded
     newest, _ = checkpoint.newest_good(folder.checkpoints) if resume else (None, [])
@@ -91,6 +94,7 @@ def train(
     corpora: Mapping[str, Corpus] | None = None,
     mesh: Mesh | None = None,
     timeline: bool = False,
+    fit_context: bool = False,
 ) -> Trained:
     """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps; a run with rollouts shows
     some of its answers instead.
@@ -98,7 +102,8 @@ def train(
     `announce` is called with the summary before the first step. A given tokenizer and given corpora are not read again.
     `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
     everything is checked, including the checkpoint of a resume. With a `mesh` every rank calls it; rank 0 alone writes
-    to the folder, except the ranks' parts of checkpoints. `timeline` records the last step of a pipeline.
+    to the folder, except the ranks' parts of checkpoints. `timeline` records the last step of a pipeline. `fit_context`
+    lets the objective choose the context by the model and the data (fine-tuning: that of the longest chat).
     """
     folder, first = RunFolder(out), mesh is None or mesh.rank == 0
     if first:
@@ -108,7 +113,11 @@ def train(
     run = _resolved(run, named_device(run.device))
     _check_offload(run)
     with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
-        inputs = read_inputs(run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora)
+        inputs = read_inputs(
+            run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora,
+            fit_context=fit_context,
+        )  # fmt: skip
+    run = inputs.run
     model, auxiliary = _model(run, inputs), _auxiliary_models(inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
     with _rank_0_first(mesh):

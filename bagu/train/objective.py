@@ -39,12 +39,14 @@ class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSize:
-    """The size of one source. `targets` are the tokens of the training part that count in the loss."""
+    """The size of one source. `targets` are the tokens of the training part that count in the loss; `note` is what the
+    plan of the run says about the source besides."""
 
     documents: int
     tokens: int
     targets: int
     validation_tokens: int
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,12 @@ class Objective(ABC, Generic[BatchT]):
     @abstractmethod
     def corpus(self, name: str, config: SourceConfig, selection: Selection) -> Corpus:
         """The corpus of a source for this objective: text, chats, pairs. Nothing is read yet."""
+
+    def fit_context(
+        self, corpora: Mapping[str, Any], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
+    ) -> DataConfig:
+        """`data` with the context that suits model and corpora, for a run whose context nobody has chosen."""
+        return data
 
     @abstractmethod
     def read(

@@ -260,3 +260,28 @@ def test_a_finished_run_is_not_written_over(texts: Path, tmp_path: Path, capsys:
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert "already holds a run" in refused(tmp_path, capsys, texts)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_context_of_fine_tuning_fits_the_chats(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bagu("train", texts, "--out", tmp_path / "base", *settings("train.steps=1", "model.max_len=512")) == 0
+    turns = [{"role": r, "content": f"{'word ' * 16}{n}"} for n in range(9) for r in ("user", "assistant")]
+    never = [turns[0], {"role": "assistant", "content": "word " * 900}]
+    rows = [{"messages": turns if n % 4 else turns[:2]} for n in range(16)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["--set", "train.steps=2", "--set", "dtype=fp32", "--set", "eval_batches=1", "--set", "device=cpu"]
+    sft = ["train", tmp_path / "chats.jsonl", "--recipe", "sft", "--from", tmp_path / "base", *small]
+    assert bagu(*sft, "--out", tmp_path / "fits") == 0
+    data = json.loads((tmp_path / "fits" / "config.json").read_text())["data"]
+    assert 256 < data["context"] <= 512 and data["rows"] * data["context"] <= 16 * 256
+    assert f"context {data['context']}" in capsys.readouterr().err
+    assert json.loads((tmp_path / "fits" / "data.json").read_text())["sources"]["chats"]["chats_cut"] == 0
+
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": never}]))
+    assert bagu(*sft, "--out", tmp_path / "cut", "--set", "data.context=128") == 0
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["data"]["context"] == 128
+    facts = json.loads((tmp_path / "cut" / "data.json").read_text())["sources"]["chats"]
+    assert (facts["chats_cut"], facts["chats_left_out"]) == (12, 1) and facts["answer_tokens_left_out"] > 900
+    assert "context 128: 12 cut at turns, 1 left out" in capsys.readouterr().err
+    assert "Long chats" in RunFolder(tmp_path / "cut").report.read_text()
