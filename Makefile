@@ -61,7 +61,7 @@ test-peers: $(PEERS)/ready
 # On a GPU machine the environment is the machine's own: its torch and Triton are the ones to test. Compiling the kernels
 # of every case takes 45 minutes of one core, so with pytest-xdist it takes them all.
 test-gpu:
-	OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest $$($(PYTHON) -c "import xdist" 2>/dev/null && printf "%s" "-n auto") -m "not slow" tests/ops tests/train/test_step.py tests/train/test_checkpoint.py tests/train/test_resume.py tests/bench/test_tune_gpu.py $(wildcard tests/serve/test_*_gpu.py) tests/recipes/test_rollout_gpu.py tests/recipes/test_dpo.py::test_dpo_learns_separable_pairs_in_bf16_on_a_gpu
+	OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest $$($(PYTHON) -c "import xdist" 2>/dev/null && printf "%s" "-n auto") -m "not slow" tests/ops tests/train/test_step.py tests/train/test_fp8.py tests/train/test_checkpoint.py tests/train/test_resume.py tests/bench/test_tune_gpu.py $(wildcard tests/serve/test_*_gpu.py) tests/recipes/test_rollout_gpu.py tests/recipes/test_dpo.py::test_dpo_learns_separable_pairs_in_bf16_on_a_gpu
 	$(PYTHON) -m pytest tests/machine/test_timing.py  # alone: sixteen processes on one GPU spoil any clock
 
 check: $(VENV)/ready
