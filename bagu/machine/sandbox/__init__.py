@@ -8,6 +8,8 @@ Result(status='ok', exit_code=0, stdout='2\\n', stderr='', seconds=0.004)
     zygote.py       a helper process: forks a child per program, supervises it, kills it after a timeout
     namespaces.py   isolation by Linux namespaces: own processes, mounts and network, another user id
     landlock.py     isolation where namespaces are not permitted (many containers): Landlock and seccomp
+    calls.py        the system calls that code may make, by either kind
+    quota.py        the disk in all, where no file system of limited size can be mounted
     syscalls.py     the system calls that Python has no function for
 
 They exist only on Linux. On other systems, and if the kernel permits neither kind of isolation, `Sandbox()` raises

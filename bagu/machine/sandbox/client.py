@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from bagu.errors import BackendError
 from bagu.machine.cores import available_cores
@@ -19,7 +19,8 @@ from bagu.machine.sandbox.protocol import Limits, Result, read_frame, write_fram
 
 __all__ = ["Isolation", "Sandbox", "SandboxUnavailable"]
 
-Isolation = Literal["namespaces", "landlock"]
+Isolation = Literal["namespaces", "landlock", "landlock-weak"]
+SETTING = "BAGU_SANDBOX"  # the kinds of isolation to try, separated by commas
 PACKAGE = Path(__file__).parents[3]
 START = (
     "import sys; sys.path.append(sys.argv[1]); from bagu.machine.sandbox.zygote import main; "
@@ -35,7 +36,9 @@ class SandboxUnavailable(BackendError):
 class Sandbox:
     """Runs Python code in isolated processes, `workers` at a time. Close it, or use it in a `with`.
 
-    `isolation` lists the kinds to try, in order. If the process of a worker has died, the next run restarts it.
+    `isolation` lists the kinds to try, in order; without it the setting BAGU_SANDBOX does, and without that it is
+    namespaces, then Landlock. `landlock-weak`, which cannot keep every promise, must be asked for by name.
+    If the process of a worker has died, the next run restarts it.
     """
 
     def __init__(
@@ -43,11 +46,11 @@ class Sandbox:
         *,
         workers: int | None = None,
         limits: Limits | None = None,
-        isolation: Sequence[Isolation] = ("namespaces", "landlock"),
+        isolation: Sequence[Isolation] | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.workers = workers or available_cores()
-        self._kinds = tuple(isolation)
+        self._kinds = _asked() if isolation is None else tuple(isolation)
         if sys.platform != "linux":
             raise SandboxUnavailable(
                 f"code that a model wrote is run on Linux alone, and this is {sys.platform}",
@@ -82,6 +85,14 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _asked() -> tuple[Isolation, ...]:
+    names = os.environ.get(SETTING, "namespaces,landlock").split(",")
+    known: dict[str, Isolation] = {kind: kind for kind in get_args(Isolation)}
+    if not known.keys() >= set(names):
+        raise BackendError(f"{SETTING} is {','.join(names)!r}", hint=f"name one or more of {','.join(known)}")
+    return tuple(known[name] for name in names)
 
 
 class _Worker:

@@ -1,11 +1,11 @@
 """Isolation by Linux namespaces.
 
-Once, for the helper process (`enter_root`): its own network (none), IPC and mounts. The root folder becomes a memory
+Once, for the helper process (`enter_root`): its own network (none) and mounts. The root folder becomes a memory
 file system with read-only mounts of the interpreter and the system's libraries, and no user files.
 
 For each program (`enter_job`): its own process ids, so that it cannot name or signal another process, and all of its
-processes end with the first; its own /tmp of limited size and its own /proc; a user id that owns nothing; no
-capabilities.
+processes end with the first; its own IPC, so that nothing outlives it; its own /tmp of limited size and its own /proc; a
+user id that owns nothing; no capabilities; the system calls of calls.py.
 
 Root creates namespaces directly. Another user first creates a user namespace, in which it may do the same.
 """
@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from bagu.machine.sandbox import syscalls
+from bagu.machine.sandbox import calls, syscalls
 from bagu.machine.sandbox.protocol import Limits
 
 __all__ = ["DEVICES", "USER", "become_user", "enter_job", "enter_job_processes", "enter_root", "readable_folders"]
@@ -40,10 +40,11 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
 def enter_root() -> None:
-    """Detach this process from the user's files, network and IPC. Raises OSError if the system does not permit it."""
+    """Detach this process from the user's files and network. Raises OSError if the system does not permit it."""
+    calls.check()
     new_user = os.geteuid() != 0
     uid, gid = os.geteuid(), os.getegid()
-    others = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+    others = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWUTS
     if new_user:
         syscalls.unshare(syscalls.CLONE_NEWUSER | others)
         Path("/proc/self/setgroups").write_text("deny")
@@ -90,13 +91,13 @@ def readable_folders() -> list[Path]:
 
 
 def enter_job_processes() -> None:
-    """Make the next child the first process of a new process namespace."""
-    syscalls.unshare(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS)
+    """Make the next child the first process of a new process namespace, with an IPC namespace that ends with it."""
+    syscalls.unshare(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC)
 
 
 def enter_job(limits: Limits, number: int) -> None:
     """In that child: set up its own /tmp and /proc and drop all rights. `number` is unique among running jobs."""
-    size = f"size={limits.disk_bytes},mode=1777,nr_inodes=1024"
+    size = f"size={limits.disk_bytes},mode=1777,nr_inodes={limits.files}"
     syscalls.mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, size)
     syscalls.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
     os.chdir("/tmp")
@@ -106,6 +107,8 @@ def enter_job(limits: Limits, number: int) -> None:
         become_user(number)
     syscalls.drop_capabilities()
     syscalls.set_limits(limits)
+    syscalls.die_with_parent()
+    calls.restrict_calls("namespaces")
 
 
 def become_user(number: int) -> None:

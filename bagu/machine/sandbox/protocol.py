@@ -19,7 +19,8 @@ class Limits:
     seconds: float = 5.0  # wall time; CPU time is limited to this, rounded up
     memory_bytes: int = 512 << 20
     processes: int = 8  # at once, including threads; 1 without namespaces
-    disk_bytes: int = 16 << 20  # size of the temporary folder
+    disk_bytes: int = 16 << 20  # size of the temporary folder, of all its files together
+    files: int = 1024  # and folders, in it
     output_bytes: int = 64 << 10  # kept of stdout and of stderr each; the rest is dropped
 
 
@@ -28,7 +29,8 @@ class Result:
     """The result of one program.
 
     ok: it ran to its end or exited with 0. error: an exception or another exit code. timeout: it reached its time
-    limit. killed: a signal ended it; the kernel sends SIGXCPU above the CPU limit and SIGXFSZ above the file size.
+    limit. killed: a signal ended it; the kernel sends SIGXCPU above the CPU limit and SIGXFSZ above the file size, the
+    supervisor SIGKILL above the size of the folder.
     """
 
     status: Literal["ok", "error", "timeout", "killed"]

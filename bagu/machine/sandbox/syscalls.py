@@ -6,18 +6,19 @@ import ctypes
 import os
 import platform
 import resource
+import signal
 
 from bagu.machine.sandbox.protocol import Limits
 
 __all__ = [
-    "CLONE_NEWIPC", "CLONE_NEWNET", "CLONE_NEWNS", "CLONE_NEWPID", "CLONE_NEWUSER", "CLONE_NEWUTS", "drop_capabilities",
-    "drop_capability_bound", "machine", "mount", "no_new_privileges", "pivot_root", "prctl", "prctl_pointer",
+    "CLONE_NEWIPC", "CLONE_NEWNET", "CLONE_NEWNS", "CLONE_NEWPID", "CLONE_NEWUSER", "CLONE_NEWUTS", "die_with_parent",
+    "drop_capabilities", "drop_capability_bound", "machine", "mount", "no_new_privileges", "pivot_root", "prctl", "prctl_pointer",
     "set_limits", "syscall", "unmount", "unshare",
 ]  # fmt: skip
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 38, 24
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24
 CAPABILITY_VERSION_3 = 0x20080522
 NUMBERS = {  # by machine; x86-64's table, and the generic one that aarch64 and riscv64 use
     "x86_64": {"pivot_root": 155, "capset": 126},
@@ -72,6 +73,11 @@ def prctl_pointer(option: int, argument: int, pointer: object) -> None:
 def no_new_privileges() -> None:
     """Prevent set-uid programs from giving this process more rights."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends. A change of the user id would undo it."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def drop_capability_bound() -> None:

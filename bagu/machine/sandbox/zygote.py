@@ -14,15 +14,14 @@ import gc
 import io
 import os
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-from bagu.machine.sandbox import landlock, namespaces
+from bagu.machine.sandbox import landlock, namespaces, quota
 from bagu.machine.sandbox.protocol import Limits, read_frame, write_frame
 
 __all__ = ["main"]
@@ -55,7 +54,7 @@ def _isolated(allowed: list[str]) -> tuple[str | None, list[str]]:
                 _probe_namespaces()
                 namespaces.enter_root()
             else:
-                landlock.check()
+                landlock.check(weak=kind == "landlock-weak")
             return kind, problems
         except OSError as error:
             problems.append(f"{kind}: {error}")
@@ -83,17 +82,14 @@ def _probe_namespaces() -> None:
 
 def _run(code: str, limits: Limits, kind: str, number: int) -> dict[str, Any]:
     began = time.monotonic()
-    folder = tempfile.mkdtemp(prefix="bagu-sandbox-") if kind == "landlock" else ""
     out, err, status = (os.pipe() for _ in range(3))
     supervisor = os.fork()
     if supervisor == 0:
-        _supervise(code, limits, kind, folder, number, out[1], err[1], status[1])
+        _supervise(code, limits, kind, number, out[1], err[1], status[1])
     for _, writing in (out, err, status):
         os.close(writing)
     stdout, stderr, said = _collect([out[0], err[0], status[0]], limits)
     os.waitpid(supervisor, 0)
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
     state, exit_code = _judge(said)
     seconds = time.monotonic() - began
     texts = {"stdout": stdout.decode(errors="replace"), "stderr": stderr.decode(errors="replace")}
@@ -126,22 +122,25 @@ def _collect(pipes: list[int], limits: Limits) -> list[bytes]:
     return [kept[fd] for fd in pipes]
 
 
-def _supervise(
-    code: str, limits: Limits, kind: str, folder: str, number: int, out: int, err: int, status: int
-) -> None:  # fmt: skip
-    """In the supervisor: start the code, wait for its end or the timeout, and report. Does not return."""
+def _supervise(code: str, limits: Limits, kind: str, number: int, out: int, err: int, status: int) -> None:
+    """In the supervisor: start the code, wait for its end or the timeout, and report. Does not return. The folder is
+    removed here, so that it is also if the helper was killed."""
     said = b"-9"
+    folder = None
     try:
         os.setsid()
+        folder = None if kind == "namespaces" else quota.make_folder()
         if kind == "namespaces":
             namespaces.enter_job_processes()
         child = os.fork()
         if child == 0:
             os.close(status)
-            _execute(code, limits, kind, folder, number, out, err)
+            _execute(code, limits, folder, number, out, err)
         os.close(out)
         os.close(err)
-        said = _wait(child, limits.seconds)
+        said = _wait(child, limits, folder)
+        if folder is not None:
+            quota.remove_folder(folder)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -150,26 +149,34 @@ def _supervise(
         os._exit(0)
 
 
-def _wait(child: int, seconds: float) -> bytes:
+def _wait(child: int, limits: Limits, folder: Path | None) -> bytes:
     """The exit code of the child, negative for a signal, or "timeout"; then it and its children are killed."""
     handle = os.pidfd_open(child)
-    ready, _, _ = select.select([handle], [], [], seconds)
-    if not ready:
+    end = time.monotonic() + limits.seconds
+    exceeded = False
+    while (left := end - time.monotonic()) > 0 and not exceeded:
+        if select.select([handle], [], [], left if folder is None else min(left, quota.INTERVAL))[0]:
+            break
+        exceeded = folder is not None and quota.is_exceeded(folder, limits, child)
+    if left <= 0 or exceeded:
         os.kill(child, signal.SIGKILL)  # in a process namespace all processes end with the first
     _, state = os.waitpid(child, 0)
-    return str(os.waitstatus_to_exitcode(state)).encode() if ready else b"timeout"
+    if folder is not None and quota.is_exceeded(folder, limits, None):  # also what it wrote after the last measurement
+        return b"-9"
+    return b"timeout" if left <= 0 else str(os.waitstatus_to_exitcode(state)).encode()
 
 
-def _execute(code: str, limits: Limits, kind: str, folder: str, number: int, out: int, err: int) -> None:
+def _execute(code: str, limits: Limits, folder: Path | None, number: int, out: int, err: int) -> None:
     """In the program's own process: drop all rights, then execute the code. Does not return."""
     exit_code = 1
     try:
+        os.setsid()  # kill(0) then signals the program, not its supervisor, even from another process namespace
         null = os.open("/dev/null", os.O_RDONLY)
         for fd, place in ((null, 0), (out, 1), (err, 2)):
             os.dup2(fd, place)
         os.closerange(3, 256)
         os.environ.clear()
-        if kind == "namespaces":
+        if folder is None:
             namespaces.enter_job(limits, number)
         else:
             landlock.enter_job(folder, limits)
