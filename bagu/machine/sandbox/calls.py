@@ -1,8 +1,8 @@
 """The system calls that code may make, as a seccomp filter: a list of what is allowed; everything else returns EPERM.
 
 The list is what the standard library needs for computing, files, time and its own signals. With namespaces a program
-may also have processes, threads and Unix sockets; without them it is one process, and cannot change the modes, owners or
-times of files, which Landlock does not restrict. Where an argument decides, it is compared: the command of `fcntl`
+may also have processes, threads and Unix sockets; without them it is one process, and cannot change the modes, owners
+or times of files, which Landlock does not restrict. Where an argument decides, it is compared: the command of `fcntl`
 (F_SETOWN would have the kernel signal another process), the target of `kill`, the family of a socket.
 
 Not listed, so refused in both: System V and POSIX IPC, which outlive a program; memfd_create, whose memory no limit of

@@ -33,9 +33,9 @@ def check(*, weak: bool = False) -> None:
     calls.check()
     if _abi() < TRUNCATE_ABI and not weak:
         raise OSError(
-            f"Landlock ABI {_abi()} does not restrict truncation (Linux 6.2 does); `landlock-weak` accepts it"
+            f"Landlock ABI {_abi()} lets code truncate files (Linux 6.2 does not); `landlock-weak` accepts it"
         )
-    os.listdir("/proc/self/fd")  # the quota needs /proc
+    list(Path("/proc/self/fd").iterdir())  # the quota needs /proc
 
 
 def enter_job(folder: Path, limits: Limits) -> None:

@@ -1,8 +1,8 @@
 """The folder of a program where no file system of limited size can be mounted: its use is measured while it runs.
 
 The kernel limits each file (RLIMIT_FSIZE), not all of them together. So the supervisor measures every 10 ms and kills a
-program above its quota; what the program writes within such an interval (about 20 MB at 2 GB/s) can be above it for that
-time, and is deleted with the rest.
+program above its quota; what the program writes within such an interval (about 20 MB at 2 GB/s) can be above it for
+that time, and is deleted with the rest.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def _entries(folder: Path) -> list[os.stat_result]:
 
 
 def _deleted_files(folder: Path, pid: int) -> list[os.stat_result]:
-    """The deleted files that the process has open. Raises OSError if it has one mapped, since a mapping does not tell the
-    file's size."""
+    """The deleted files that the process has open. Raises OSError if it has one mapped: a mapping does not tell the
+    size of its file."""
     maps = Path(f"/proc/{pid}/maps").read_bytes()
     if re.search(re.escape(os.fsencode(folder)) + rb"/.* \(deleted\)$", maps, re.MULTILINE):
         raise OSError("a deleted file is mapped")
     found = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            state = os.stat(f"/proc/{pid}/fd/{name}")
+            state = descriptor.stat()
         except FileNotFoundError:  # closed since
             continue
         if stat.S_ISREG(state.st_mode) and state.st_nlink == 0:
@@ -79,12 +79,11 @@ def remove_folder(folder: Path) -> None:
     waiting = [folder]
     while waiting:
         place = waiting.pop()
-        for entry in list(os.scandir(place)):
-            if entry.is_dir(follow_symlinks=False):
-                os.chmod(entry.path, 0o700)
-                waiting.append(folder.parent / str(next(numbers)))
-                os.rename(entry.path, waiting[-1])
+        for path in list(place.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o700)
+                waiting.append(path.rename(folder.parent / str(next(numbers))))
             else:
-                os.unlink(entry.path)
-        os.rmdir(place)
-    os.rmdir(folder.parent)
+                path.unlink()
+        place.rmdir()
+    folder.parent.rmdir()

@@ -12,8 +12,8 @@ from bagu.machine.sandbox.protocol import Limits
 
 __all__ = [
     "CLONE_NEWIPC", "CLONE_NEWNET", "CLONE_NEWNS", "CLONE_NEWPID", "CLONE_NEWUSER", "CLONE_NEWUTS", "die_with_parent",
-    "drop_capabilities", "drop_capability_bound", "machine", "mount", "no_new_privileges", "pivot_root", "prctl", "prctl_pointer",
-    "set_limits", "syscall", "unmount", "unshare",
+    "drop_capabilities", "drop_capability_bound", "machine", "mount", "no_new_privileges", "pivot_root", "prctl",
+    "prctl_pointer", "set_limits", "syscall", "unmount", "unshare",
 ]  # fmt: skip
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
