@@ -6,12 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
+from bagu.errors import BackendError
+from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable, landlock
 from bagu.machine.sandbox.client import Isolation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="code is isolated on Linux alone")
@@ -121,6 +123,64 @@ def test_installed_packages_are_not_importable(sandbox: Sandbox) -> None:
 def test_a_system_without_isolation_refuses() -> None:
     with pytest.raises(SandboxUnavailable, match="permits no isolation"):
         Sandbox(workers=1, isolation=[])
+
+
+def test_a_landlock_that_lets_code_truncate_is_taken_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "_abi", lambda: 2)  # Linux 5.19; this kernel has one ABI
+    with pytest.raises(OSError, match="lets code truncate files"):
+        landlock.check()
+    landlock.check(weak=True)
+
+
+def test_the_setting_names_the_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGU_SANDBOX", "landlock-weak")
+    with Sandbox(workers=1, limits=PATIENT) as named:
+        assert (named.isolation, named.run("print(1)").stdout) == ("landlock-weak", "1\n")
+    monkeypatch.setenv("BAGU_SANDBOX", "none")
+    with pytest.raises(BackendError, match="BAGU_SANDBOX is 'none'"):
+        Sandbox(workers=1)
+
+
+def test_a_program_ends_with_its_helper_and_its_folder_is_removed() -> None:
+    with Sandbox(workers=1, isolation=["landlock"], limits=PATIENT) as one:
+        began = {p.name for p in Path("/tmp").glob("bagu-sandbox-*")}
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(one.run, "import time\ntime.sleep(1)", replace(PATIENT, seconds=3.0))
+            while not (made := {p.name for p in Path("/tmp").glob("bagu-sandbox-*")} - began):
+                time.sleep(0.01)
+            one._all[0]._process.kill()
+            with pytest.raises(EOFError):
+                running.result()
+        deadline = time.monotonic() + 30
+        while any((Path("/tmp") / name).exists() for name in made):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_programs_of_the_standard_library_run(sandbox: Sandbox) -> None:
+    """What the allow-list must not refuse. Threads, processes and sockets are for namespaces alone."""
+    code = """
+import decimal, hashlib, json, os, random, re, shutil, signal, sqlite3, tempfile, time, zlib
+with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as file:
+    file.write(b"x"); file.seek(0); assert file.read() == b"x"
+    os.makedirs(folder + "/a/b"); open(folder + "/a/b/c", "w").write("y")
+    shutil.copyfile(folder + "/a/b/c", folder + "/d"); os.rename(folder + "/d", folder + "/e")
+    assert sorted(os.listdir(folder)) == ["a", "e"]
+db = sqlite3.connect("x.db"); db.execute("create table t(a)"); db.execute("insert into t values (1)"); db.commit()
+signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
+signal.signal(signal.SIGUSR1, lambda *_: print("own signal")); os.kill(os.getpid(), signal.SIGUSR1)
+signal.raise_signal(signal.SIGUSR1)
+os.get_terminal_size if os.isatty(0) else time.sleep(0.001)
+"""
+    more = """
+import asyncio, subprocess, threading
+threading.Thread(target=print, args=("thread",)).start()
+print(subprocess.run(["/bin/sh", "-c", "echo process"], capture_output=True, text=True).stdout, end="", flush=True)
+asyncio.run(asyncio.sleep(0.001)); shutil.copy2("x.db", "y.db")
+"""
+    result = sandbox.run(code + (more if sandbox.isolation == "namespaces" else ""))
+    said = "own signal\nown signal\n" + ("thread\nprocess\n" if sandbox.isolation == "namespaces" else "")
+    assert (result.stderr, result.stdout) == ("", said)
 
 
 def test_a_worker_that_died_is_started_again() -> None:

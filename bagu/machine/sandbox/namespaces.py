@@ -4,7 +4,8 @@ Once, for the helper process (`enter_root`): its own network (none) and mounts. 
 file system with read-only mounts of the interpreter and the system's libraries, and no user files.
 
 For each program (`enter_job`): its own process ids, so that it cannot name or signal another process, and all of its
-processes end with the first; its own IPC, which ends with it; its own /tmp of limited size and its own /proc; a user id that owns nothing; no capabilities; the system calls of calls.py.
+processes end with the first; its own IPC, which ends with it; its own /tmp of limited size and its own /proc; a user
+id that owns nothing; no capabilities; the system calls of calls.py.
 
 Root creates namespaces directly. Another user first creates a user namespace, in which it may do the same.
 """

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -180,6 +181,7 @@ def _execute(code: str, limits: Limits, folder: Path | None, number: int, out: i
             namespaces.enter_job(limits, number)
         else:
             landlock.enter_job(folder, limits)
+            tempfile.tempdir = str(folder)  # /tmp is not its own here
         exit_code = _call(code)
     except BaseException:
         traceback.print_exc()
