@@ -17,7 +17,8 @@ import bagu
 ROOT = Path(bagu.__file__).parent
 ROOTS = {"errors", "types", "config"}  # besides these the package has only parts
 TABLE = tomllib.loads((ROOT.parent / "docs/parts.toml").read_text(encoding="utf-8"))
-PARTS = {part: set(row["imports"]) for part, row in TABLE.items()} | {"__main__": {"cli"}}
+PARTS = {part: set(row["imports"]) for part, row in TABLE.items()}
+PARTS |= {"__main__": {"cli"}, "__init__": {"ops", "recipes"}}  # __init__: the lazy names of `import bagu`
 OPTIONAL = [
     "triton", "pydantic", "fastapi", "ray", "optuna", "matplotlib", "pynvml", "liger_kernel", "pyarrow", "tensorboard",
     "transformers", "huggingface_hub", "wandb", "lm_eval", "llguidance",

@@ -55,6 +55,10 @@ class BpeTokenizer:
     # bos_token, cls_token, …: other token names from tokenizer_config.json
     named: Mapping[str, str] = field(default_factory=dict, hash=False)
 
+    def __repr__(self) -> str:
+        chat = "no" if self.chat_template is None else "a"
+        return f"BpeTokenizer({self.vocab_size:,} tokens, eos_token={self.eos_token!r}, {chat} chat template)"
+
     @classmethod
     def train(
         cls,
@@ -192,6 +196,8 @@ class BpeTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, with control tokens by name. Bytes that are not UTF-8 (a partial character) become U+FFFD."""
+        if isinstance(ids, str):
+            raise BaguError("decode: expected token ids, and found a str", hint="encode turns a text into ids")
         return self._plain.decode(list(ids), skip_special_tokens=False)
 
     def bytes_of(self, id: int) -> bytes:
@@ -246,6 +252,8 @@ class BpeTokenizer:
 
 
 def _check_unicode(text: str, number: int) -> None:
+    if not isinstance(text, str):
+        raise BaguError(f"encode: expected a str, and found a {type(text).__name__}", hint="decode turns ids into text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

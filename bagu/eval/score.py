@@ -24,6 +24,7 @@ from bagu.eval.intervals import Estimate, as_row, estimate, estimate_ratio, pass
 from bagu.eval.loss import score_documents
 from bagu.eval.model import Model
 from bagu.eval.task import Item, Task, TaskError, checked_items
+from bagu.eval.words import scale_of
 from bagu.machine.environment import environment
 from bagu.runs.record import append_rows, read_rows
 
@@ -44,6 +45,11 @@ class Result:
     limits: str
     folder: Path | None
     ungraded: int = 0  # items without a valid grade of the judge; the metrics leave them out
+
+    def __repr__(self) -> str:
+        name, value = next(iter(self.metrics.items()))
+        score = scale_of(name).score_and_interval(value)
+        return f"Result({self.model} on {self.task}: {name} {score}, {value.items} items)"
 
 
 def evaluate(

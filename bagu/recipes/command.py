@@ -140,7 +140,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         explanation.after(mesh, done.fit)
     if place is not None and place.rank > 0:
         return 130 if done.fit.interrupted else 0
-    report = _report(run, done)
+    report = report_of(run, done)
     again = f"bagu train --resume --out {out}"
     steps = f"{done.fit.step} of {run.train.steps} steps"
     early = "" if done.fit.step == run.train.steps else f" after {steps}: the reward has reached objective.stop_reward"
@@ -158,7 +158,7 @@ def _with_reward(objective: Objective, reward: str) -> Objective:
     return replace(objective, reward=reward)
 
 
-def _report(run: Run, done: Trained) -> Path:
+def report_of(run: Run, done: Trained) -> Path:
     """Write the report of a run, with the tables of its objective."""
     shown = read_run(done.folder)
     tables = run.objective.tables(done.data, run.eval_batches)

@@ -83,6 +83,18 @@ def load_causal(loader: Loader) -> tuple[Transformer, BpeTokenizer, ChatEncoder 
     return loaded, words, chat
 
 
+def identity_of(
+    model: Transformer, tokenizer: BpeTokenizer, *, invariant: bool, quantization: str | None
+) -> dict[str, Any]:
+    """The facts of a model in this process that determine its results."""
+    weight = model.embedding.weight
+    identity = {
+        "parameters": sum(p.numel() for p in model.parameters()), "checksum": fingerprint_of(model.state_dict()),
+        "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": tokenizer.fingerprint, "invariant": invariant,
+    }  # fmt: skip
+    return identity if quantization is None else identity | {"quantization": quantization}
+
+
 def model_of(given: EvalOptions) -> tuple[Model, dict[str, Any]]:
     """The model behind MODEL, and the facts that determine its results."""
     model, tokenizer, dtype, device = given.model, given.tokenizer, given.dtype, given.device
@@ -94,12 +106,6 @@ def model_of(given: EvalOptions) -> tuple[Model, dict[str, Any]]:
             )
         return ServerModel(model, api_key=given.api_key), {"url": model}
     loaded, words, chat = load_causal(Loader(model=model, tokenizer=tokenizer, dtype=dtype, device=device))
-    weight = loaded.embedding.weight
-    identity = {
-        "parameters": sum(p.numel() for p in loaded.parameters()), "checksum": fingerprint_of(loaded.state_dict()),
-        "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": words.fingerprint, "invariant": invariant,
-    }  # fmt: skip
-    if quantization is not None:
-        identity["quantization"] = quantization
+    identity = identity_of(loaded, words, invariant=invariant, quantization=quantization)
     engine = eval_engine(loaded, words, invariant=invariant, quantization=quantization)
     return EngineModel(engine, words, chat, Path(model).resolve().name), identity

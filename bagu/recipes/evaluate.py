@@ -64,7 +64,7 @@ def eval_main(given: EvalOptions) -> int:
     results = []
     for task in found:
         task = replace(task, **changes)
-        with _progress(task.name) as progress:
+        with item_progress(task.name) as progress:
             results.append(
                 evaluate(asked, task, out=folder, limit=limit, seed=given.seed, identity=identity, progress=progress)
             )
@@ -99,7 +99,7 @@ def _tasks(given: EvalOptions, max_len: int) -> list[Task]:
 
 
 @contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+def item_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     """A progress line on a terminal, plain lines elsewhere; both on stderr, because a table follows on stdout."""
     console = Console(stderr=True)
     if not draws(console):

@@ -36,8 +36,8 @@ class ModelReward:
         words = tokenizer_folder(find_model(folder))
         if words is None:
             raise BaguError(f"the reward model at {folder} has no tokenizer", hint="put its tokenizer.json there")
-        tokenizer = BpeTokenizer.load(words)
-        self._encoder = PreferenceEncoder(tokenizer, text=_reads_plain_text(folder, tokenizer))
+        self.tokenizer = BpeTokenizer.load(words)
+        self._encoder = PreferenceEncoder(self.tokenizer, text=_reads_plain_text(folder, self.tokenizer))
         self._folder, self.default = folder, default
         self._capacity = max(TOKENS, self.model.config.max_len)
 

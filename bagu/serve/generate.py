@@ -73,6 +73,10 @@ class GenerationMixin(ABC):
         return itertools.count()
 
     def _request(self, prompt: Sequence[int], sampling: Sampling, *, score_start: int = 0) -> Request:
+        if isinstance(prompt, str):
+            raise ArgumentError(
+                "a prompt is a str, and the engine reads token ids", hint="encode it: tokenizer.encode_prompt(text)"
+            )
         return Request(
             id=f"engine-{next(self._request_numbers)}", prompt=tuple(prompt), sampling=sampling,
             arrival=time.monotonic(), score_start=score_start,
