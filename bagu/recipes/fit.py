@@ -54,7 +54,7 @@ class Fitted:
     @property
     def loss(self) -> float:
         """In nats per token: of held-out text if there was an evaluation, else of the last step."""
-        found = self.metrics.get("val_loss_nats") or self.metrics.get("loss_nats")
+        found = self.metrics.get("val_loss_nats", self.metrics.get("loss_nats"))
         return float("nan") if found is None else float(found)
 
     def model(self, **options: Any) -> Model:
@@ -86,12 +86,14 @@ def fit(
     runs/fit-2, … that does not exist. `recipe` is small, or sft for chats; `settings` changes single values of it, such
     as "train.optimizer.lr=1e-3".
 
-    >>> run = bagu.fit(texts, steps=150, out=folder, settings=tiny)
-    >>> run.loss < 1
-    True
-    >>> model = run.model()
+    >>> run = bagu.fit(texts, steps=4, start=model, out="runs/more")
+    >>> run.steps
+    4
+    >>> run.model().generate("one two three", max_tokens=2, temperature=0)
+    ' four five'
     """
     began = time.monotonic()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as `bagu train`: train.deterministic needs it
     _check(minutes, steps, settings)
     path, is_chats = _written(data)
     if is_chats and start is None:

@@ -89,10 +89,10 @@ def load(
     `tokenizer` is a folder, for a model without one. `dtype` is bf16 or fp32, `device` cpu or cuda; both are chosen for
     this machine by default. `engine` has the other options of `bagu serve` (quantization, max_model_len, …).
 
-    >>> with bagu.load(folder) as model:
-    ...     text = model.generate("one two ", max_tokens=4)
-    >>> model
-    Model(run, closed)
+    >>> with bagu.load("runs/words") as words:
+    ...     text = words.generate("one two three", max_tokens=4)
+    >>> words
+    Model(words, closed)
     """
     wait_briefly()
     if not isinstance(name, str | os.PathLike):
@@ -168,10 +168,10 @@ class Model:
         context), temperature (0 is greedy), top_p, top_k, min_p, repetition_penalty, stop (a text or several) and
         seed; with a seed, text i of a list draws with seed + i.
 
-        >>> model.generate("one two ", max_tokens=2, temperature=0)
-        'three four'
-        >>> model.generate(["one two ", "five six "], max_tokens=2, temperature=0)
-        ['three four', 'seven eight']
+        >>> model.generate("one two three", max_tokens=2, temperature=0)
+        ' four five'
+        >>> model.generate(["one two three", "four five six"], max_tokens=2, temperature=0)
+        [' four five', ' seven eight']
         """
         prompts = [self._encoded(text, "generate") for text in _texts(prompt, "generate")]
         sampling = [self._sampling(ids, settings, MAX_TOKENS, number=i, n=n or 1) for i, ids in enumerate(prompts)]
@@ -184,8 +184,8 @@ class Model:
     def stream(self, prompt: str | Sequence[Message], **settings: Unpack[Settings]) -> Iterator[str]:
         """Generate from a text, or answer a chat, piece by piece. Closing the iterator ends the generation.
 
-        >>> "".join(model.stream("one two ", max_tokens=2, temperature=0))
-        'three four'
+        >>> "".join(model.stream("one two three", max_tokens=2, temperature=0))
+        ' four five'
         """
         if isinstance(prompt, str):
             ids = self._encoded(prompt, "stream")
@@ -208,7 +208,7 @@ class Model:
         """The log-probabilities of a continuation after a text, or of the text itself. Without a text before it, the
         first token has none, unless the tokenizer begins every text with a control token.
 
-        >>> right, wrong = (model.score("one two ", word) for word in ("three", "eight"))
+        >>> right, wrong = (model.score("one two three", word) for word in (" four", " nine"))
         >>> right.logprob > wrong.logprob
         True
         """
@@ -358,9 +358,9 @@ def evaluate(
     `limit` takes the first items only, `few_shot` sets the number of examples before each question, `out` is a folder
     that receives every item. docs/eval.md describes the tasks.
 
-    >>> result = bagu.evaluate(model, "continue4", limit=8)
-    >>> result.metrics["accuracy"].items
-    8
+    >>> result = bagu.evaluate(model, "library", limit=1)
+    >>> result.metrics["bits_per_byte"].items
+    1
     """
     if not isinstance(model, Model):
         with load(model) as loaded:
