@@ -10,13 +10,14 @@ assistant's turn too: other programs stop at the tokens in these files and do no
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bagu.data.chat import turn_ends
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.hub import WeightsError, read_json
 from bagu.serve.config import GenerationDefaults
+
+if TYPE_CHECKING:
+    from bagu.data.tokenizer import BpeTokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 SAMPLING = {  # name in generation_config.json -> name in bagu
@@ -60,6 +61,8 @@ def read_generation(folder: Path) -> GenerationDefaults:
 def written_settings(tokenizer: BpeTokenizer, start: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The token ids for config.json, and generation_config.json, of a model with this tokenizer. `start` is the folder
     of the model that it was trained or exported from, if there is one."""
+    from bagu.data.chat import turn_ends  # imports numpy, which the process of a server does without
+
     said = {} if start is None else _read(start / GENERATION_CONFIG)
     config = {} if start is None else _read(start / "config.json")
     named = {f"{name}_token_id": tokenizer.token_id(tokenizer.named[f"{name}_token"])
