@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -181,6 +182,24 @@ asyncio.run(asyncio.sleep(0.001)); shutil.copy2("x.db", "y.db")
     result = sandbox.run(code + (more if sandbox.isolation == "namespaces" else ""))
     said = "own signal\nown signal\n" + ("thread\nprocess\n" if sandbox.isolation == "namespaces" else "")
     assert (result.stderr, result.stdout) == ("", said)
+
+
+MOUNTED = """
+from bagu.machine.sandbox import Sandbox, syscalls
+syscalls.unshare(syscalls.CLONE_NEWNS)
+syscalls.mount("none", "/", None, 16384 | 1 << 18)
+syscalls.mount("tmpfs", "/usr/share", "tmpfs", 0, "mode=777")
+with Sandbox(workers=1, isolation=["namespaces"]) as sandbox:
+    print(sandbox.run("open('/usr/share/left', 'w')").stderr)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root alone may mount")
+def test_a_mount_below_a_readable_folder_is_read_only() -> None:
+    found = subprocess.run([sys.executable, "-c", MOUNTED], capture_output=True, text=True, timeout=60, check=False)
+    if "Operation not permitted" in found.stderr:
+        pytest.skip(found.stderr.splitlines()[-1])
+    assert "Read-only file system" in found.stdout
 
 
 def test_a_worker_that_died_is_started_again() -> None:

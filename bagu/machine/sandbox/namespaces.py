@@ -12,6 +12,7 @@ Root creates namespaces directly. Another user first creates a user namespace, i
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import sysconfig
@@ -23,16 +24,9 @@ from bagu.machine.sandbox.protocol import Limits
 
 __all__ = ["DEVICES", "USER", "become_user", "enter_job", "enter_job_processes", "enter_root", "readable_folders"]
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
+MS_REC, MS_PRIVATE = 16384, 1 << 18
+MOUNT_FLAGS = {"nodev": MS_NODEV, "noexec": MS_NOEXEC, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 MNT_DETACH = 2
 USER = 1_900_000_000  # the first user id for code that root starts; no system assigns ids in this range
 LIBRARIES = ("/usr", "/lib", "/lib64", "/bin")
@@ -66,7 +60,7 @@ def _build_root(root: Path) -> None:
         elif path.is_dir():
             target.mkdir(parents=True, exist_ok=True)
             syscalls.mount(str(path), str(target), None, MS_BIND | MS_REC)
-            syscalls.mount("none", str(target), None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID)
+            _make_read_only(target)
         else:
             target.parent.mkdir(exist_ok=True)
             target.touch()
@@ -81,10 +75,25 @@ def _build_root(root: Path) -> None:
     syscalls.mount("none", "/", None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
+def _make_read_only(target: Path) -> None:
+    """Remount what is mounted at and below `target`; the kernel does not remount recursively. A user namespace may add
+    flags to a mount, not remove them."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        point = fields[4].encode().decode("unicode_escape")  # a space is written \040
+        if Path(point).is_relative_to(target):
+            kept = sum(MOUNT_FLAGS.get(option, 0) for option in fields[5].split(","))
+            try:
+                syscalls.mount("none", point, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | kept)
+            except OSError as error:  # EINVAL below the target: a later mount covers this one, which nobody can reach
+                if error.errno != errno.EINVAL or Path(point) == target:
+                    raise
+
+
 def readable_folders() -> list[Path]:
     """The folders that code may read: the system's libraries, and the standard library if it is outside of them."""
     found = [Path(p) for p in LIBRARIES if Path(p).exists()]
-    for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sys.base_prefix):
+    for path in (sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")):
         if not any(Path(path).is_relative_to(f) for f in found):
             found.append(Path(path))
     return found
