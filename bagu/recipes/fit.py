@@ -106,7 +106,8 @@ def fit(
     run = with_settings(replace(run, eval_batches=min(run.eval_batches, EVAL_BATCHES)), settings)
     folder = _free_folder() if out is None else Path(out)
     if steps is not None:
-        run = _with_steps(run, steps)
+        warmup = min(run.train.schedule.warmup_steps, max(1, steps // 10))
+        run = _with_steps(run, steps, replace(run.train.schedule, warmup_steps=warmup))
         return _fitted(run, _train(run, folder))
     warmup = min(run.train.schedule.warmup_steps, TIMED_STEPS)
     schedule = ScheduleConfig(kind="wsd", warmup_steps=warmup, decay_share=0.5)
@@ -115,7 +116,7 @@ def fit(
     if begun.fit.interrupted:
         return _fitted(run, begun)
     left = 60 * (minutes or MINUTES) - (time.monotonic() - began)
-    run = _with_steps(run, _fitting(begun, left))
+    run = _with_steps(run, _fitting(begun, left), schedule)
     return _fitted(run, _train(run, folder, resume=True))
 
 
@@ -161,7 +162,7 @@ def _free_folder() -> Path:
     return next(path for path in map(Path, names) if not path.exists())
 
 
-def _with_steps(run: Run, steps: int) -> Run:
+def _with_steps(run: Run, steps: int, schedule: ScheduleConfig) -> Run:
     """The run with this many steps, and what happens every so many of them often enough for a short run."""
     most = max(1, steps // EVALUATIONS)
     every = {
@@ -169,8 +170,6 @@ def _with_steps(run: Run, steps: int) -> Run:
         for name in ("eval_every", "sample_every", "save_every")
         if (value := getattr(run.train, name)) is not None
     }
-    warmup = min(run.train.schedule.warmup_steps, max(1, steps // 10))
-    schedule = replace(run.train.schedule, warmup_steps=warmup)
     return replace(run, train=replace(run.train, steps=steps, schedule=schedule, **every))
 
 

@@ -104,8 +104,10 @@ def load(
         rewards = ModelReward(source, device=named_device(device))
         return Model(source, rewards.model, rewards.tokenizer, None, config, rewards)
     words = None if tokenizer is None else os.fspath(tokenizer)
-    made = Loader(model=source, tokenizer=words, dtype=dtype, device=device, max_len=config.max_model_len)()
-    return Model(source, *made, config)
+    loader = Loader(model=source, tokenizer=words, dtype=dtype, device=device, max_len=config.max_model_len)
+    network, loaded, chat = loader()
+    network.mlm = None  # embeddings are the hidden states below this head
+    return Model(source, network, loaded, chat, config)
 
 
 class Model:
@@ -316,8 +318,8 @@ class Model:
         seed = given.get("seed")
         given |= {"stop": tuple(stop), "seed": seed if seed is None else seed + number}
         room = max(1, self.engine.max_model_len - len(ids))  # the engine refuses a prompt that leaves none
-        default = {"temperature": TEMPERATURE, "max_tokens": room if most is None else min(most, room)}
-        return Sampling(**{**default, **self.config.generation.sampling, **given, "n": n})
+        default = {"temperature": TEMPERATURE, "max_tokens": most or room, **self.config.generation.sampling}
+        return Sampling(**{**default, "max_tokens": min(default["max_tokens"], room), **given, "n": n})
 
 
 def _texts(given: str | Iterable[str], call: str) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import json
 import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.nn.presets import preset
 from bagu.nn.score import with_score_head
-from bagu.recipes.models import save_model
+from bagu.recipes.models import save_as_gguf, save_model
+from bagu.serve.config import GenerationDefaults
 from bagu.serve.request import Sampling
 from tests.fresh_cache import fresh_cache
 
@@ -101,6 +104,22 @@ def test_the_result_has_the_shape_of_the_question(model: bagu.Model) -> None:
     assert model.generate("one two", max_tokens=6, temperature=0, stop=" five") == " three four"
 
 
+def test_a_checkpoint_a_folder_and_a_gguf_file_are_models_too(model: bagu.Model) -> None:
+    save_as_gguf(model.network, model.tokenizer, Path("words.gguf"), "f32")
+    for name in ("runs/words/checkpoints/step-000000040", "runs/words/model", "words.gguf"):
+        with bagu.load(name, dtype="fp32", device="cpu") as same:
+            assert same.generate("two three", max_tokens=4, temperature=0) == " four five six seven", name
+
+
+def test_the_default_length_leaves_room_for_the_prompt(model: bagu.Model) -> None:
+    """A generation_config.json may ask for more tokens than the context has."""
+    generation = GenerationDefaults(max_tokens=100_000)
+    with bagu.load("runs/words", dtype="fp32", device="cpu") as long:
+        long.config = replace(long.config, generation=generation)
+        text = long.generate("one two three", temperature=0)
+        assert 200 < len(long.tokenizer.encode(text)) < 256
+
+
 def test_a_score_is_the_sum_of_what_the_network_says(model: bagu.Model) -> None:
     ids = model.tokenizer.encode_prompt("one two three four")
     t = torch.tensor(ids)
@@ -125,6 +144,8 @@ def test_representations_are_short(model: bagu.Model) -> None:
 
 def test_minutes_give_a_run_of_the_steps_that_fit(trained: dict[str, Any]) -> None:
     run = bagu.fit(trained["texts"], minutes=0.02, settings=trained["small"])
+    schedule = json.loads((run.folder / "config.json").read_text())["train"]["schedule"]
+    assert schedule["warmup_steps"] <= 8 and schedule["kind"] == "wsd"  # the timed steps are those of the whole run
     assert str(run.folder) == "runs/fit" and run.steps >= 16 and not run.interrupted
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == run.steps
 
@@ -188,7 +209,8 @@ def test_models_that_do_not_generate_say_so(model: bagu.Model, tmp_path: Path) -
     encoder = init_weights(Transformer(preset("bert_6m"), device="cpu", dtype=torch.float32), 0)
     save_model(encoder, model.tokenizer, tmp_path / "encoder")
     with bagu.load(tmp_path / "encoder", dtype="fp32", device="cpu") as embeds:
-        assert math.hypot(*embeds.embed("one two")) == pytest.approx(1)
+        vector = embeds.embed("one two")
+        assert math.hypot(*vector) == pytest.approx(1) and len(vector) == embeds.network.config.hidden_size
         for call in (
             lambda: embeds.generate("a"),
             lambda: embeds.score("a b"),
