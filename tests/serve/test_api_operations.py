@@ -15,7 +15,7 @@ from api_client import ALL, ASK, CHAT, JSON, LONG, TEXT, get, head, idle, post
 from tiny_server import KEY, MODEL, ORIGIN, Running, eventually
 
 from bagu.errors import ArgumentError
-from bagu.serve.http import server
+from bagu.serve.http.options import ServerOptions
 
 
 def preflight(tiny: Running, origin: str) -> httpx.Response:
@@ -40,10 +40,14 @@ def test_only_pages_of_allowed_origins_can_call(tiny: Running) -> None:
 
 
 def test_origins_are_single_values_or_json_lists() -> None:
-    assert server._origins(['["http://a", "http://b:1"]', "https://c"]) == ("http://a", "http://b:1", "https://c")
+    assert ServerOptions(allowed_origins=('["http://a", "http://b:1"]', "https://c")).origins == (
+        "http://a",
+        "http://b:1",
+        "https://c",
+    )
     for wrong in ("localhost", "http://a/path", "[1]", '["http://a"'):
         with pytest.raises(ArgumentError, match="allowed origins"):
-            server._origins([wrong])
+            _ = ServerOptions(allowed_origins=(wrong,)).origins
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
