@@ -139,6 +139,8 @@ def _report_contamination(task: Task, limit: int | None, training: Path, console
             f"[yellow]{task.name}: {len(found.found)} of {found.items} items are in the training text of {training}[/]"
             f" (the first: {found.found[0]})"
         )
+    elif found.short == found.items:
+        console.print(f"[dim]{task.name}: its items are too short to tell whether {training} contains them[/]")
     else:
         console.print(f"[dim]{task.name}: none of {found.items} items stands in the training text of {training}[/]")
 

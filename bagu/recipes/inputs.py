@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bagu import config as configs
 from bagu.data.corpus import Corpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
@@ -23,6 +24,8 @@ from bagu.recipes.models import model_config, tokenizer_folder
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import run_tokenizer
 from bagu.train.objective import TrainingData
+from bagu.train.preference.preference_objective import PreferenceObjective
+from bagu.train.rl.prompt_data import PromptObjective
 
 DATA = "data.json"  # in the folder of a run
 # facts of a source that decide, for the same files, which documents are trained on and which are held out
@@ -66,11 +69,11 @@ def read_inputs(
     if not fit_context:
         run.check_model(model)
     made = run.corpora() if corpora is None else corpora
-    changes = _data_changes(out / DATA, made)
+    changes = _data_changes(out / DATA, made, _shape(run))
     if changes and not accept_data_change:
         raise BaguError(
             f"the data of the run {out} has changed since it last started: {'; '.join(changes)}",
-            hint="restore the data, begin a new run in another folder, or resume with --accept-data-change",
+            hint="restore it, begin a new run in another folder, or resume with --accept-data-change",
         )
     tokenizer = tokenizer or run_tokenizer(run, start, made, out)
     run.objective.check_tokenizer(tokenizer)
@@ -88,33 +91,54 @@ def read_inputs(
     )  # fmt: skip
 
 
-def _data_changes(path: Path, corpora: Mapping[str, Corpus]) -> tuple[str, ...]:
-    """The differences between the sources and data.json; () if the file does not exist yet."""
+def _shape(run: Run) -> dict[str, Any]:
+    """The settings that decide which rows a step has, besides the sources: with another value, a run that goes on at
+    step s would repeat rows or skip them. The number of micro-batches that the rows of a step are divided into matters
+    for pairs only, which are packed into each."""
+    data = run.data
+    shape: dict[str, Any] = {"data.context": data.context}
+    if isinstance(run.objective, PromptObjective):
+        return shape
+    if not isinstance(run.objective, PreferenceObjective):
+        shape["data.rows × data.micro_batches"] = data.rows_per_step
+    else:
+        shape |= {"data.rows": data.rows, "data.micro_batches": data.micro_batches}
+    shape |= {"data.packing": data.packing, "data.max_segments_per_row": data.max_segments_per_row}
+    return {**shape, "data.mix": configs.to_dict(data.mix)}
+
+
+def _data_changes(path: Path, corpora: Mapping[str, Corpus], shape: Mapping[str, Any]) -> tuple[str, ...]:
+    """The differences between the sources and shape of the run and data.json; () if the file does not exist yet."""
     if not path.is_file():
         return ()
     try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
         before = {
             name: {key: s[key] for key in ("sha256", "files", "bytes")} | {key: s.get(key) for key in SELECTED}
-            for name, s in json.loads(path.read_text(encoding="utf-8"))["sources"].items()
+            for name, s in facts["sources"].items()
         }
+        old_shape = dict(facts.get("shape", shape))  # older files have none
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BaguError(
             f"{path} cannot be read, so it cannot be known whether the data has changed: {error!r}",
             hint="restore the file; if you know that the data is the same, delete it",
         ) from error
-    changes = [f"source {name!r} is gone" for name in before if name not in corpora]
+    changes = [
+        f"{key} was {old_shape.get(key)} and is {now}" for key, now in shape.items() if old_shape.get(key) != now
+    ]
+    changes += [f"source {name!r} is gone" for name in before if name not in corpora]
     for name, corpus in corpora.items():
-        now, was = corpus.facts, before.get(name)
+        found, was = corpus.facts, before.get(name)
         if was is None:
             changes.append(f"source {name!r} is new")
-        elif was["sha256"] != now["sha256"]:
+        elif was["sha256"] != found["sha256"]:
             size = f"{was['files']:,} files, {was['bytes']:,} bytes"
-            changes.append(f"source {name!r} was {size} and is {now['files']:,} files, {now['bytes']:,} bytes")
+            changes.append(f"source {name!r} was {size} and is {found['files']:,} files, {found['bytes']:,} bytes")
         elif was["validation"] is not None:  # older files do not have these facts
             changes += [
-                f"{key} of source {name!r} was {was[key]} and is {now.get(key)}"
+                f"{key} of source {name!r} was {was[key]} and is {found.get(key)}"
                 for key in SELECTED
-                if was[key] != now.get(key)
+                if was[key] != found.get(key)
             ]
     return tuple(changes)
 
@@ -155,4 +179,5 @@ def _auxiliary(run: Run, tokenizer: BpeTokenizer, model: ModelConfig) -> dict[st
 
 def facts_of(run: Run, inputs: Inputs) -> dict[str, Any]:
     """The content of data.json: files, hash and tokens of each source, and how much of it the run uses."""
-    return {"sources": inputs.data.facts, "loader": inputs.data.loader.report(run.train.steps)}
+    report = inputs.data.loader.report(run.train.steps)
+    return {"sources": inputs.data.facts, "shape": _shape(run), "loader": report}

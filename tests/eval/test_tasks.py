@@ -310,6 +310,24 @@ def test_contamination_finds_copies_and_no_others() -> None:
     assert found.found == ("2",) and found.share == 0.1
 
 
+def test_contamination_in_scripts_without_spaces() -> None:
+    texts = {
+        "zh": "下列哪一座城市是中华人民共和国的首都并且位于华北平原的北部边缘",
+        "ja": "にほんのしゅとはどこですか、それはとうきょうですとこたえました",
+        "th": "เมืองหลวงของประเทศไทยคือกรุงเทพมหานครและตั้งอยู่ริมแม่น้ำเจ้าพระยา",
+    }
+    items = [Item(id=id, prompt=text) for id, text in texts.items()]
+    items += [Item(id=f"other {id}", prompt=text[::-1]) for id, text in texts.items()]
+    training = [f"前文很长。{text[:9]}，{text[9:]}\n后文" for text in texts.values()]
+    assert check_contamination(items, training).found == ("zh", "ja", "th")
+
+
+def test_a_short_item_is_not_called_contaminated() -> None:
+    items = [Item(id="a", prompt="What is 2 + 2?", answer="4"), Item(id="b", prompt="首都是哪里", answer="北京")]
+    found = check_contamination(items, ["what is 2 + 2? 4 首都是哪里 北京"])
+    assert (found.found, found.short) == ((), 2)
+
+
 def test_a_generation_task_needs_a_grade() -> None:
     with pytest.raises(TaskError, match="needs a way to grade"):
         Task(name="t", kind="generation", items=list, limits="")

@@ -73,6 +73,27 @@ def test_a_refused_resume_changes_nothing(
     assert bagu("train", "--resume", "--out", again, "--set", "train.steps=5") == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.rows=2"], "data.rows × data.micro_batches was 4 and is 2"),
+        (["data.micro_batches=3"], "data.rows × data.micro_batches was 4 and is 12"),
+        (["data.context=16"], "data.context was 32 and is 16"),
+        (["data.packing=whole"], "data.packing was stream and is whole"),
+        (["data.rows=2", "data.micro_batches=2"], None),  # the same rows in every step
+    ],
+)
+def test_a_resume_with_other_rows_is_refused(
+    again: Path, settings: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was accepted, and skipped rows or read some again."""
+    changes = [part for s in ["train.steps=5", *settings] for part in ("--set", s)]
+    before = contents(again)
+    assert bagu("train", "--resume", "--out", again, *changes) == (2 if said else 0)
+    if said:
+        assert said in capsys.readouterr().err and contents(again) == before
+
+
 def test_changed_data_is_refused_or_accepted_and_recorded(again: Path, capsys: pytest.CaptureFixture[str]) -> None:
     resume = ["train", "--resume", "--out", again, "--set", "train.steps=6"]
     text = again.parent / "texts" / "3.txt"
