@@ -40,6 +40,7 @@ from bagu.train.rl.policy_objective import PolicyObjective
 PROMPTS = ("def ", "The ")
 FILES = {"gguf": "a GGUF", "onnx": "an ONNX"}  # formats of one file
 FORMATS = ("safetensors", *FILES)  # of `bagu export`
+IDLE_STATUS = 3  # the exit status of a run that has learned nothing; 2 is an error
 DEFAULT = "small"  # the recipe of a run that names none
 
 
@@ -145,8 +146,10 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     steps = f"{done.fit.step} of {run.train.steps} steps"
     early = "" if done.fit.step == run.train.steps else f" after {steps}: the reward has reached objective.stop_reward"
     state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
+    if done.idle is not None:
+        state += f", and nothing was learned: {done.idle}"
     console.print(f"{state}\nmodel: {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
-    return 130 if done.fit.interrupted else 0
+    return 130 if done.fit.interrupted else 0 if done.idle is None else IDLE_STATUS
 
 
 def _with_reward(objective: Objective, reward: str) -> Objective:

@@ -53,7 +53,7 @@ from bagu.train.rl.policy_objective import PolicyObjective
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A finished (or interrupted) run."""
+    """A finished (or interrupted) run. `idle` is why it has learned nothing, None if that is not known."""
 
     folder: RunFolder
     model: Transformer
@@ -61,6 +61,7 @@ class Trained:
     data: TrainingData[Any]
     corpora: Mapping[str, Corpus]
     fit: FitResult
+    idle: str | None = None
 
 
 def check(
@@ -150,8 +151,9 @@ def train(
         run.objective.finish(model)
         _save(run, model, inputs, out, writes=first)
         from_rank_0(mesh, 0)  # ranks end together: one that ends early would look like a lost one
+    idle = data.loader.taught_nothing(result.updates) if isinstance(data.loader, RolloutLoader) else None
     return Trained(
-        folder=folder, model=model, tokenizer=inputs.tokenizer, data=data, corpora=inputs.corpora, fit=result
+        folder=folder, model=model, tokenizer=inputs.tokenizer, data=data, corpora=inputs.corpora, fit=result, idle=idle
     )
 
 

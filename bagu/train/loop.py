@@ -58,9 +58,11 @@ class Batches(Protocol[BatchT_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """The result of a run. `interrupted` means Ctrl-C: resume from `checkpoint` to complete the run."""
+    """The result of a run. `interrupted` means Ctrl-C: resume from `checkpoint` to complete the run. `updates` are the
+    steps that changed the weights: all but idle ones."""
 
     step: int
+    updates: int
     interrupted: bool
     metrics: Mapping[str, float | int | None]  # of the last step
     checkpoint: Path | None
@@ -108,6 +110,7 @@ def fit(
     run = _Run(state, loader, folder, observers, identity or {}, settings or {})
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
+    idle = 0  # idle steps in a row
     with run, prepared(state.model, config, state.device), Interrupt() as interrupt:
         run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
@@ -127,6 +130,10 @@ def fit(
                 with state.whole_model() as whole, _inference(whole):
                     row |= evaluate(whole)
             run.notify("on_step", state.step - 1, row)
+            idle = idle + 1 if result.totals.idle else 0
+            if str(idle).rstrip("0") == "1":  # 1, 10, 100: a run without updates says so, and not in every line
+                reason = state.loss.idle_reason(result.metrics)
+                run.notify("on_event", "no_update", state.step - 1, steps_in_a_row=idle, reason=reason)
             if sample is not None and _due(config.sample_every, state.step, last):
                 if state.mesh is not None:  # ranks gather parameters together, so they must draw the same tokens
                     seed_step(config.seed, state.data_step)
@@ -143,8 +150,8 @@ def fit(
                 run.notify("on_event", "ended_early", state.step, **state.loss.ended)
         actions = [] if state.divided is None else state.divided.timeline()
     return FitResult(
-        step=state.step, interrupted=_stopping(state, interrupt), metrics=row, checkpoint=run.checkpoint,
-        timeline=actions,
+        step=state.step, updates=state.updates, interrupted=_stopping(state, interrupt), metrics=row,
+        checkpoint=run.checkpoint, timeline=actions,
     )  # fmt: skip
 
 

@@ -116,6 +116,10 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
     def updated(self, metrics: Mapping[str, float | None]) -> None:
         """Called after each update of the weights with the step's metrics, for a loss that adapts to them."""
 
+    def idle_reason(self, metrics: Mapping[str, float | None]) -> str:
+        """Why an idle step with these metrics has no update."""
+        return "there is nothing to learn from it"
+
     def stepped(self, metrics: Mapping[str, float | None]) -> None:
         """Called after each step that counts, also an idle one, with its metrics."""
 

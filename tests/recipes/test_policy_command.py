@@ -110,6 +110,30 @@ def test_ppo_by_the_command_and_resumed(folder: Path, capsys: pytest.CaptureFixt
         assert loaded.score is None and not any("critic" in name for name in loaded.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("recipe", "body", "said"),
+    [
+        ("grpo", "return 1.0", "in all 2 steps the reward was equal for the answers to each prompt"),
+        ("grpo", "raise ValueError('no')", "the reward failed for all 96 answers: it raised ValueError"),
+        ("ppo", "raise ValueError('no')", "the reward failed for all 8 answers: it raised ValueError"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*raised ValueError")
+def test_a_run_that_learns_nothing_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], recipe: str, body: str, said: str
+) -> None:
+    """It ended with "done", status 0 and the bytes of the start."""
+    (folder / "mine.py").write_text(f"def score(prompt, completion, facts):\n    {body}\n")
+    settings = [*SMALL, "train.steps=2", "train.eval_every=null", "train.keep_best=false", "train.sample_every=null"]
+    if recipe == "ppo":
+        settings += ["objective.samples=1", "objective.epochs=1", "objective.minibatches=1"]
+    assert bagu(folder, recipe, settings=settings) == 3
+    err = capsys.readouterr().err
+    assert f"done, and nothing was learned: {said}" in " ".join(err.split())
+    events = [e for e in RunFolder(folder / "run").events() if e["kind"] == "no_update"]
+    assert len(events) == (recipe == "grpo") and ("step 0: no update" in err) == (recipe == "grpo")
+
+
 def test_a_reward_model_is_the_reward_and_the_start_of_the_critic(folder: Path) -> None:
     scorer = with_score_head(load_model(folder / "start"))
     torch.nn.init.normal_(scorer.score.weight, std=0.5, generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]

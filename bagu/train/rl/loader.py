@@ -132,6 +132,7 @@ class RolloutLoader:
         self._drawn = 0  # prompts drawn so far
         self._index = 0  # the next step of `_rollout`
         self._rollout: Rollout | None = None
+        self._answers, self._faults = 0, list[str]()  # answers that were scored by this loader, and how scoring failed
 
     # --- the interface of fit -----------------------------------------------------------------------------------------
 
@@ -210,6 +211,8 @@ class RolloutLoader:
         tally.rollout_s += time.perf_counter() - began
         began = time.perf_counter()
         scored = _scores(self.reward, prompts, drawn)
+        self._answers += len(scored)
+        self._faults += [s.fault for s in scored if s.fault is not None]
         tally.reward_s += time.perf_counter() - began
         tally.add(drawn, scored)
         groups: list[list[Answer]] = [[] for _ in prompts]
@@ -237,6 +240,15 @@ class RolloutLoader:
         answers = [a.plus(weights=np.full(a.tokens.num_targets, w)) for a, w in zip(answers, weights, strict=True)]
         plan = micro_batches([len(a.tokens.ids) for a in answers], capacity=self.shape.tokens)
         return tuple(RolloutBatch.of([answers[i] for i in part], self.shape, rollout=metrics) for part in plan)
+
+    def taught_nothing(self, updates: int) -> str | None:
+        """Why a run that made `updates` updates with this loader has learned nothing; None if it may have."""
+        if self._faults and len(self._faults) == self._answers:
+            return f"the reward failed for all {self._answers} answers: it {self._faults[-1]}"
+        if self._answers and updates == 0:
+            failed = f"; it {self._faults[-1]} for {len(self._faults)} of {self._answers}" if self._faults else ""
+            return f"in all {self._step} steps the reward was equal for the answers to each prompt{failed}"
+        return None
 
     # --- what it shows ------------------------------------------------------------------------------------------------
 

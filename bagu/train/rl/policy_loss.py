@@ -168,6 +168,11 @@ class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
             values["kl_nats"] = sums["kl"]
         return values
 
+    def idle_reason(self, metrics: Mapping[str, float | None]) -> str:
+        faults = metrics.get("reward_faults")
+        failed = f"; the reward failed for {faults:g} answers" if faults else ""
+        return f"the answers to each prompt have equal rewards, {metrics.get('reward_mean') or 0:g} on average{failed}"
+
     def stepped(self, metrics: Mapping[str, float | None]) -> None:
         """Only the first step of a rollout has its reward."""
         reward = metrics.get("reward_mean")
