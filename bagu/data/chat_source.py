@@ -67,7 +67,7 @@ def conversation(row: Row) -> Conversation:
         messages = [*_system(row), *messages]
     elif "instruction" in row.fields and "output" in row.fields:
         messages = _from_alpaca(row)
-    elif "prompt" in row.fields and "completion" in row.fields:
+    elif "prompt" in row.fields and "completion" in row.fields and "label" not in row.fields:  # with one: KTO's
         prompt = _said(row, "prompt", "user")
         messages, given = [*prompt, *_said(row, "completion", "assistant")], len(prompt)
     else:

@@ -125,8 +125,8 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
             explanation.before(summary, mesh)
 
     # a recipe's context is a default; one that a user or a run has set stays
-    resumed = resume and RunFolder(out).is_run()
-    chosen = given.config is not None or resumed or any(s.startswith("data.context=") for s in given.settings)
+    chosen = given.config is not None or any(s.startswith("data.context=") for s in given.settings)
+    chosen = chosen or (resume and RunFolder(out).is_run())
     if given.dry_run:
         summary = check(run, out, resume=resume, accept_data_change=accept_data_change, fit_context=not chosen)
         print(json.dumps(configs.to_dict(replace(run, data=summary.data)), indent=2))
@@ -146,8 +146,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     steps = f"{done.fit.step} of {run.train.steps} steps"
     early = "" if done.fit.step == run.train.steps else f" after {steps}: the reward has reached objective.stop_reward"
     state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
-    if done.idle is not None:
-        state += f", and nothing was learned: {done.idle}"
+    state += "" if done.idle is None else f", and nothing was learned: {done.idle}"
     console.print(f"{state}\nmodel: {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
     return 130 if done.fit.interrupted else 0 if done.idle is None else IDLE_STATUS
 

@@ -139,10 +139,9 @@ def _report_contamination(task: Task, limit: int | None, training: Path, console
             f"[yellow]{task.name}: {len(found.found)} of {found.items} items are in the training text of {training}[/]"
             f" (the first: {found.found[0]})"
         )
-    elif found.short == found.items:
-        console.print(f"[dim]{task.name}: its items are too short to tell whether {training} contains them[/]")
     else:
-        console.print(f"[dim]{task.name}: none of {found.items} items stands in the training text of {training}[/]")
+        short = f"; {found.short} are too short to tell" if found.short else ""
+        console.print(f"[dim]{task.name}: none of {found.items} items is in the training text of {training}{short}[/]")
 
 
 def training_texts(path: Path) -> Iterator[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from bagu import config as configs
 from bagu.data.corpus import Corpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
@@ -24,8 +23,6 @@ from bagu.recipes.models import model_config, tokenizer_folder
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import run_tokenizer
 from bagu.train.objective import TrainingData
-from bagu.train.preference.preference_objective import PreferenceObjective
-from bagu.train.rl.prompt_data import PromptObjective
 
 DATA = "data.json"  # in the folder of a run
 # facts of a source that decide, for the same files, which documents are trained on and which are held out
@@ -69,7 +66,7 @@ def read_inputs(
     if not fit_context:
         run.check_model(model)
     made = run.corpora() if corpora is None else corpora
-    changes = _data_changes(out / DATA, made, _shape(run))
+    changes = _data_changes(out / DATA, made, run.objective.data_shape(run.data))
     if changes and not accept_data_change:
         raise BaguError(
             f"the data of the run {out} has changed since it last started: {'; '.join(changes)}",
@@ -89,22 +86,6 @@ def read_inputs(
         run=run, device=device, dtype=named_dtype(run.dtype) if run.dtype else compute_dtype(device), start=start,
         auxiliary=auxiliary, corpora=made, tokenizer=tokenizer, model=model, data=data, data_changes=changes,
     )  # fmt: skip
-
-
-def _shape(run: Run) -> dict[str, Any]:
-    """The settings that decide which rows a step has, besides the sources: with another value, a run that goes on at
-    step s would repeat rows or skip them. The number of micro-batches that the rows of a step are divided into matters
-    for pairs only, which are packed into each."""
-    data = run.data
-    shape: dict[str, Any] = {"data.context": data.context}
-    if isinstance(run.objective, PromptObjective):
-        return shape
-    if not isinstance(run.objective, PreferenceObjective):
-        shape["data.rows × data.micro_batches"] = data.rows_per_step
-    else:
-        shape |= {"data.rows": data.rows, "data.micro_batches": data.micro_batches}
-    shape |= {"data.packing": data.packing, "data.max_segments_per_row": data.max_segments_per_row}
-    return {**shape, "data.mix": configs.to_dict(data.mix)}
 
 
 def _data_changes(path: Path, corpora: Mapping[str, Corpus], shape: Mapping[str, Any]) -> tuple[str, ...]:
@@ -180,4 +161,4 @@ def _auxiliary(run: Run, tokenizer: BpeTokenizer, model: ModelConfig) -> dict[st
 def facts_of(run: Run, inputs: Inputs) -> dict[str, Any]:
     """The content of data.json: files, hash and tokens of each source, and how much of it the run uses."""
     report = inputs.data.loader.report(run.train.steps)
-    return {"sources": inputs.data.facts, "shape": _shape(run), "loader": report}
+    return {"sources": inputs.data.facts, "shape": run.objective.data_shape(run.data), "loader": report}

@@ -74,11 +74,10 @@ def check(
         WeightsAndBiases.check()
     _check_offload(run)
     inputs = read_inputs(run, out, accept_data_change=accept_data_change, fit_context=fit_context)
-    run = inputs.run
     if isinstance(run.objective, PolicyObjective):
         open_reward(run.objective, inputs.device).close()  # raises for a reward that cannot be loaded
     newest, _ = checkpoint.newest_good(folder.checkpoints) if resume else (None, [])
-    return summarise(run, inputs, first_step=0 if newest is None else checkpoint.state_of(newest)["step"])
+    return summarise(inputs.run, inputs, first_step=0 if newest is None else checkpoint.state_of(newest)["step"])
 
 
 def train(

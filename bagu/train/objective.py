@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, Protocol
 
-from bagu.config import ConfigError
+from bagu.config import ConfigError, to_dict
 from bagu.data.corpus import Corpus, Selection, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.data.tokenizer import BpeTokenizer
@@ -110,6 +110,15 @@ class Objective(ABC, Generic[BatchT]):
     @abstractmethod
     def corpus(self, name: str, config: SourceConfig, selection: Selection) -> Corpus:
         """The corpus of a source for this objective: text, chats, pairs. Nothing is read yet."""
+
+    def data_shape(self, data: DataConfig) -> dict[str, Any]:
+        """The settings that decide, besides the sources, which rows a step has. With another value a resumed run would
+        skip rows or repeat them."""
+        return {
+            "data.context": data.context, "data.rows × data.micro_batches": data.rows_per_step,
+            "data.packing": data.packing, "data.max_segments_per_row": data.max_segments_per_row,
+            "data.mix": to_dict(data.mix),
+        }  # fmt: skip
 
     def fit_context(
         self, corpora: Mapping[str, Any], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig

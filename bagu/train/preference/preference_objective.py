@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -70,6 +70,9 @@ class PreferenceObjective(Objective[PreferenceBatch]):
 
     def corpus(self, name: str, config: SourceConfig, selection: Selection) -> PreferenceCorpus:
         return PreferenceCorpus.of(name, config, selection)
+
+    def data_shape(self, data: DataConfig) -> dict[str, Any]:
+        return super().data_shape(data) | {"data.rows": data.rows}  # pairs are packed into micro-batches
 
     def read(
         self, corpora: Mapping[str, PreferenceCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bagu.config import ConfigError
 from bagu.data.chat import ChatEncoder
@@ -34,6 +35,9 @@ class PromptObjective(Objective[RolloutBatch]):
 
     def corpus(self, name: str, config: SourceConfig, selection: Selection) -> PromptCorpus:
         return PromptCorpus.of(name, config, selection)
+
+    def data_shape(self, data: DataConfig) -> dict[str, Any]:
+        return {"data.context": data.context}  # decides which prompts fit; rows are only the size of a micro-batch
 
     def read(
         self, corpora: Mapping[str, PromptCorpus], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig
