@@ -90,10 +90,7 @@ def mlm() -> Run:
 
 
 def sft() -> Run:
-    """Fine-tuning of the model given with `--from`, on chats: only the assistant's tokens are targets.
-
-    `bagu train` raises the context to that of the longest chat, up to 4,096 tokens and the model's positions.
-    """
+    """Fine-tuning of the model given with `--from`, on chats: only the assistant's tokens are targets."""
     return Run(
         objective=SupervisedFineTuning(), init_from="", sources={"chats": SourceConfig()},
         data=DataConfig(context=256, rows=16, packing="whole"),

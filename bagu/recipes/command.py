@@ -124,9 +124,8 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         if given.explain:
             explanation.before(summary, mesh)
 
-    # a recipe's context is a default; one that a user or a run has set stays
-    chosen = given.config is not None or any(s.startswith("data.context=") for s in given.settings)
-    chosen = chosen or (resume and RunFolder(out).is_run())
+    chosen = any(s.startswith("data.context=") for s in given.settings)  # a recipe's context is a default
+    chosen = chosen or given.config is not None or (resume and RunFolder(out).is_run())
     if given.dry_run:
         summary = check(run, out, resume=resume, accept_data_change=accept_data_change, fit_context=not chosen)
         print(json.dumps(configs.to_dict(replace(run, data=summary.data)), indent=2))
