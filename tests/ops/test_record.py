@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -114,8 +115,14 @@ def test_a_gradient_of_two_inputs_is_needed_if_one_of_them_needs_it() -> None:
 @pytest.mark.parametrize("spec", [p for p in TRITON if len(p.values[0].grads) > 1 and p.id != "encoder_layer"])
 def test_each_gradient_alone_is_the_one_that_is_asked_for(spec: OpSpec) -> None:
     """With one input that needs a gradient the result is that of all, and the others have none."""
-    module, case = spec.module("triton"), spec.cases[0]
-    node = Node(spec, "one", module.forward, module.backward)
+    module, case, asked = spec.module("triton"), spec.cases[0], []
+
+    @wraps(module.backward)
+    def backward(**given: Any) -> Any:
+        asked.append([name for name, needed in given.get("needs", {}).items() if needed])
+        return module.backward(**given)
+
+    node = Node(spec, "one", module.forward, backward)
     args = drawn(spec, case, torch.float32, "packed", 0)
     leaves = [g for g in spec.grads if args[g] is not None and args[g].requires_grad]
     grads = dict(zip(leaves, ran(spec, node, args, 0)[-len(leaves) :], strict=True))
@@ -127,3 +134,4 @@ def test_each_gradient_alone_is_the_one_that_is_asked_for(spec: OpSpec) -> None:
         torch.autograd.backward(flows, [torch.randn_like(f, memory_format=torch.contiguous_format) for f in flows])
         torch.testing.assert_close(alone[name].grad, grads[name], rtol=1e-5, atol=1e-6)
         assert all(alone[g].grad is None for g in leaves if g != name)
+        assert asked[-1] == ([spec.twins.get(name, name)] if selective(module.backward) else [])

@@ -87,6 +87,33 @@ def test_tokens_as_large_as_the_last_kept_one_are_kept(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("second", [1, 130])  # in the group of the first, or in the next one
+def test_shares_and_counts_that_are_met_exactly(backend: str, second: int) -> None:
+    """Two tokens of weight 1 and four of weight 1/2, in three groups: the first two have half of the mass."""
+    x = torch.full((1, 300), -torch.inf)
+    x[:, [0, second]], x[:, [10, 131, 260, 299]] = 0.0, torch.tensor(0.5).log()
+    high, every = [0, second], [min(second, 10), 299]  # what u = 0.3 and u = 0.9 give if the first two are kept, or all
+    above = float(torch.tensor(0.5).nextafter(torch.tensor(1.0)))
+    rows = [  # top_k, top_p, min_p
+        ((300, 0.5, 0.0), high), ((300, above, 0.0), every), ((300, 1.0, 0.5), every), ((300, 1.0, above), high),
+        ((300, 1.0, 1.0), high), ((1, 1.0, 0.0), high), ((2, 1.0, 0.0), high), ((3, 1.0, 0.0), every),
+        ((299, 1.0, 0.0), every), ((300, 1.0, 0.0), every), ((4, 0.66, 0.0), high), ((4, 0.67, 0.0), every),
+    ]  # fmt: skip
+    k, p, least = (torch.tensor(v, device=DEVICE).repeat_interleave(2) for v in zip(*(r for r, _ in rows), strict=True))
+    u = torch.tensor([0.3, 0.9], device=DEVICE).repeat(len(rows))
+    found = ops.sample(x.expand(len(u), -1).to(DEVICE), torch.ones_like(u), k, p, least, u, backend=backend)
+    assert found.view(-1, 2).tolist() == [kept for _, kept in rows]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("given", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.3}])
+def test_a_number_that_was_rounded_to_1_gives_the_last_kept_token(backend: str, given: dict[str, float]) -> None:
+    x = torch.full((2, 300), -torch.inf if not given else -9.0)
+    x[:, 3], x[:, 140] = 1.0, 0.5
+    assert drawn(x, torch.tensor([1.0, 0.0]), backend, **given).tolist() == [140, 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("given", [{"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}, {"temperature": 1e-6}])
 def test_extreme_settings_keep_the_largest_logit(given: dict[str, float], backend: str) -> None:
     x = torch.cat([row(), row(1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def model_of(kind: str, dtype: torch.dtype) -> Transformer:
     with torch.no_grad():  # biases and gains begin as zeros and ones
         for name, p in model.named_parameters():
             if p.ndim == 1:
-                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))).mul_(0.3).add_(1.0))
+                own = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # of queries and keys, too, not the same
+                p.copy_(torch.randn(p.shape, generator=own).mul_(0.3).add_(1.0))
     return model
 
 
@@ -136,23 +138,27 @@ def test_hidden_states_and_pool_are_those_of_the_model(kind: str, dtype: torch.d
 
 
 def several_of(model: Transformer, lengths: tuple[int, ...]) -> tuple[PagedKV, Batch]:
-    """Several new tokens of each sequence, after 9 others."""
-    random, past, S = torch.Generator().manual_seed(len(lengths)), 9, len(lengths)
-    P = -(-(past + max(lengths)) // B)
+    """Several new tokens of each sequence, after 9 others, or, if there is room, after as many as the sequence before
+    ends with: then only the table tells where one begins."""
+    random, S, room = torch.Generator().manual_seed(len(lengths)), len(lengths), 9 + sum(lengths) <= 64
+    pasts = [9 + sum(lengths[:i]) * room for i in range(S)]
+    ends = [past + n for past, n in zip(pasts, lengths, strict=True)]
+    P = -(-max(ends) // B)
     kv = PagedKV(model.config, S * P, B, dtype=model.embedding.weight.dtype)
     tables = torch.randperm(S * P, generator=random).view(S, P)
-    positions = torch.cat([torch.arange(past, past + n) for n in lengths])
+    positions = torch.cat([torch.arange(*span) for span in zip(pasts, ends, strict=True)])
     owner = torch.arange(S).repeat_interleave(torch.tensor(lengths))
     for pool in kv.tensors:
         pool.fill_(torch.nan)
-        before = (tables[:, :, None] * B + torch.arange(B)).flatten(1)[:, :past]
-        pool.flatten(0, 1)[before.flatten()] = torch.randn(S * past, *pool.shape[2:], generator=random).to(pool.dtype)
+        places = (tables[:, :, None] * B + torch.arange(B)).flatten(1)
+        before = torch.cat([row[:past] for row, past in zip(places, pasts, strict=True)])
+        pool.flatten(0, 1)[before] = torch.randn(len(before), *pool.shape[2:], generator=random).to(pool.dtype)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     batch = Batch(
         ids=torch.randint(61, (len(positions),), generator=random), positions=positions,
         slots=tables[owner, positions // B] * B + positions % B, cu_seqlens=cu_seqlens,
-        context_lens=torch.tensor(lengths, dtype=torch.int32) + past, block_tables=tables.to(torch.int32),
-        max_len=max(lengths), max_context=past + max(lengths), num_decodes=0, decode_context=0,
+        context_lens=torch.tensor(ends, dtype=torch.int32), block_tables=tables.to(torch.int32),
+        max_len=max(lengths), max_context=max(ends), num_decodes=0, decode_context=0,
     )  # fmt: skip
     return kv, batch
 
@@ -329,7 +335,8 @@ def test_a_head_gives_logits_and_the_likeliest_token(
     bias = torch.zeros(101, dtype=dtype)
     bias[40] = -torch.inf
     x[1], x[2, 3] = 0.0, torch.nan
-    for width in (101, 41, 3):
+    for width, hole in ((101, 0.0), (101, torch.nan), (41, 0.0), (3, 0.0)):
+        bias[57] = hole  # one NaN in a row is its largest value
         want = torch.nn.functional.linear(x.float(), w[:width].float(), bias[:width].float())
         logits, tokens = PackedLinear(w[:width], bias[:width])(x)
         torch.testing.assert_close(logits, want, rtol=0, atol=0, equal_nan=True)
