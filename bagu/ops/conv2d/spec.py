@@ -179,6 +179,8 @@ SPEC = OpSpec(
              kernel=(8, 2, 2), pad=(3, 2), bias=True),
         Case("stride", "the stride differs between the axes", image=(2, 9, 8, 8), kernel=(16, 3, 3), pad=(1, 1),
              stride=(2, 3)),
+        Case("one_tap", "a tap of one pixel: the pixels that the stride skips are not read", image=(2, 7, 8, 8),
+             kernel=(16, 1, 1), stride=(2, 3)),
         Case("dilation", "the dilation differs between the axes", image=(1, 9, 10, 16), kernel=(8, 3, 3), pad=(2, 3),
              dilation=(2, 3), bias=True),
         Case("groups", "two groups, which share nothing", image=(2, 4, 5, 16), kernel=(24, 3, 3), pad=(1, 1), groups=2),
