@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bagu.ops import matmul
 from bagu.ops.gumbel_softmax.noise import LOW, gumbel, philox
 from tests.ops.points import DEVICE
 
@@ -72,3 +73,10 @@ def test_the_polynomial_of_gelu() -> None:
         torch.testing.assert_close(made, z * phi, rtol=3e-5, atol=0)
     density = (-z * z / 2).exp() / (2 * torch.pi) ** 0.5
     torch.testing.assert_close(slope.cpu().double(), phi + z * density, rtol=0, atol=3e-5)
+
+
+def test_long_sums_in_fp32_carry_their_rounding_errors() -> None:
+    """256 tiles of positive terms: a plain sum of the tiles is several spacings off, a compensated one below one."""
+    x, w = (torch.rand(n, 8192, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in (7, 9))
+    off = matmul(x, w, backend="triton").double() - x.double() @ w.double().T
+    assert off.abs().max() < 2.0**-12  # the spacing of floats from 2048 on, where the sums are
