@@ -52,8 +52,8 @@ def compare(targets: tuple[Target, Target], load: Load, rows: Rows, *, rounds: i
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
     """B over A: the geometric mean over the rounds, and the ends of its 95 % interval."""
-    found = intervals.compare([math.log(x) for x in a], [math.log(y) for y in b])
-    return math.exp(found.difference), math.exp(found.low), math.exp(found.high)
+    found = intervals.estimate_ratio([math.log(y / x) for x, y in zip(a, b, strict=True)], [1.0] * len(a))
+    return math.exp(found.mean), math.exp(found.low), math.exp(found.high)
 
 
 def _show(
@@ -75,11 +75,11 @@ def _show(
             continue
         a, b = zip(*pairs, strict=True)
         mean, low, high = ratio(a, b)
-        same = low <= 1 <= high
+        verdict = "too few rounds" if math.isnan(low) else "no difference shown" if low <= 1 <= high else "differs"
         missing = f", {rounds - len(pairs)} rounds without a value left out" if len(pairs) < rounds else ""
         lines.append((
             words, *(f"{math.exp(sum(map(math.log, values)) / len(values)):,.2f}" for values in (a, b)),
-            f"{mean:.3f}", f"{low:.3f} to {high:.3f}", ("no difference shown" if same else "differs") + missing,
+            f"{mean:.3f}", "–" if math.isnan(low) else f"{low:.3f} to {high:.3f}", verdict + missing,
         ))  # fmt: skip
     yield table("", ("geometric mean", "A", "B", "B / A", "95 % interval", ""), lines)
     for name, found in measured.items():

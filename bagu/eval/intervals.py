@@ -104,7 +104,7 @@ def compare(
         exact = 1  # the observed signs are one of the draws
     rounding = n * np.finfo(np.float64).eps * float(np.abs(sums).sum())  # bounds the error of a sum of n terms
     far = np.count_nonzero(np.abs(signs @ sums) >= observed - 2 * rounding)
-    bounded = below is None and max(map(abs, changes)) <= 1
+    bounded = below is None and all(0 <= value <= 1 for value in (*a, *b))  # scores, not logarithms or times
     low, high = _difference(spread, changes) if bounded else spread.interval()
     return Comparison(
         difference=spread.mean, low=low, high=high, p_value=(far + exact) / (len(signs) + exact),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bagu.eval.intervals import as_row
 from bagu.machine.environment import environment
 from bagu.nn import count
 from bagu.recipes.demo_eval import WRITE, changes_of
@@ -36,12 +37,12 @@ def _rows(done: Finished, seconds: float) -> Iterator[dict[str, Any]]:
     for stage in done.stages:
         for task in (result.task for result in stage.evaluation.results):
             score, change = stage.evaluation.score(task), changes.get((task, stage.name))
+            interval = as_row(score)
+            rise = dict.fromkeys(("difference", "low", "high", "p_value")) if change is None else as_row(change)
             yield {
                 **common, "stage": stage.name, "steps": stage.trained.fit.step, "task": task, "items": score.items,
-                "score": score.mean, "low": score.low, "high": score.high,
-                "change": None if change is None else change.difference,
-                "change_low": None if change is None else change.low,
-                "change_high": None if change is None else change.high,
-                "p_value": None if change is None else change.p_value,
+                "score": score.mean, "low": interval["low"], "high": interval["high"],
+                "change": rise["difference"], "change_low": rise["low"], "change_high": rise["high"],
+                "p_value": rise["p_value"],
                 "different": stage.evaluation.variety.bodies if task == WRITE else None,
             }  # fmt: skip

@@ -161,7 +161,8 @@ def test_settings_that_exclude_each_other_are_refused(tmp_path: Path) -> None:
 def test_the_ratio_of_rounds_has_an_interval() -> None:
     mean, low, high = ratio([100.0, 200.0, 50.0, 80.0], [210.0, 390.0, 101.0, 161.0])
     assert low < mean < high and mean == pytest.approx(2.0, rel=0.03) and low > 1.8
-    assert ratio([1.0, 2.0], [1.0, 2.0]) == (1.0, 1.0, 1.0)
+    assert ratio([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]) == (1.0, 1.0, 1.0)
+    assert ratio([1.0, 2.0], [2.0, 4.0])[0] == pytest.approx(2.0) and math.isnan(ratio([1.0, 2.0], [2.0, 4.0])[1])
 
 
 def test_a_stream_without_token_counts_is_an_error() -> None:

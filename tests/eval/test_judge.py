@@ -109,7 +109,7 @@ def test_grades_come_from_the_judge_and_missing_ones_are_counted(model: Path, ta
 
 
 def test_a_folder_is_a_judge_and_its_weights_are_not_hashed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bagu.recipes.eval_models.digest_of", None)
+    monkeypatch.setattr("bagu.recipes.eval_models.fingerprint_of", None)
     judge = judge_of(str(model), api_key=None, device="cpu")
     assert judge.name == model.name and len(judge.ask(["Is this good?"])) == 1
 

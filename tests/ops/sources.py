@@ -16,8 +16,8 @@ from bagu.ops.contract.core import OpSpec
 OUTSIDE = {
     f"bagu.ops.{name}"
     for name in (
-        "core", "signature", "eager", "invariant", "dispatch", "custom", "layouts", "launcher", "plan", "record",
-        "replay",
+        "contract.core", "contract.signature", "contract.layouts", "call.eager", "call.dispatch", "call.custom",
+        "invariant.mode", "replay.launcher", "replay.plan", "replay.record", "replay.replay",
     )
 }  # fmt: skip
 

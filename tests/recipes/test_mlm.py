@@ -140,8 +140,8 @@ def test_what_it_leaves_goes_on_and_embeds(texts: Path, tmp_path: Path) -> None:
         (["--recipe", "sft", "--from", "x", "--set", "objective.mask_rate=0.15"], "it belongs to kind mlm"),
         (["--recipe", "small", "--set", "objective.kind=sft"], "init_from is not set"),
         (["--recipe", "small", "--set", "objective.z_loss=-1"], "z_loss is -1"),
-        (["--recipe", "mlm", "--set", "mask_rate=0.3"], "--set objective.mask_rate=0.3"),
-        (["--recipe", "small", "--set", "train.z_loss=1e-4"], "--set objective.z_loss=1e-4"),
+        (["--recipe", "mlm", "--set", "mask_rate=0.3"], "did you mean 'objective.mask_rate'?"),
+        (["--recipe", "small", "--set", "train.z_loss=1e-4"], "did you mean 'objective.z_loss'?"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -73,7 +73,13 @@ def a_run(steps: int = 20, **changes: Any) -> Run:
     environment = {"machine": "cpu", "torch": "2", "time": "2026-01-02T03:04:05+00:00"}
     events = [{"step": None, "kind": "start", "time": environment["time"], "changed": []}]
     events += [{"step": 7, "kind": "skip", "time": environment["time"], "reason": NASTY.replace("\ud800", "")}]
-    fields = {"name": "run", "config": {"lr": 1e-3}, "environment": environment, "metrics": rows, "events": events}
+    fields = {
+        "name": "run",
+        "config": {"lr": 1e-3, "objective": {"kind": "pretrain"}},
+        "environment": environment,
+        "metrics": rows,
+        "events": events,
+    }
     return Run(**{**fields, **changes})
 
 
