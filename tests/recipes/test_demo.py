@@ -76,7 +76,9 @@ def test_the_scores_after_each_stage_are_in_the_terminal_and_in_the_report(finis
         for task in ("continue4", "signature", "write"):
             result = json.loads((out / "eval" / folder / task / "result.json").read_text())
             score = next(iter(result["metrics"].values()))
-            words = f"{100 * score['mean']:.0f} % ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
+            words = f"{100 * score['mean']:.0f} %"
+            if score["low"] is not None:  # a quick demo asks about too few files for an interval in some tasks
+                words += f" ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
             assert any(f" {stage} " in line and words in line for line in said.splitlines()), (stage, task)
             assert words in page
     assert " different" in said and "the share of different function bodies" in page
