@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bagu.bench.eager_peer import EAGER, check_eager, eager_row
-from bagu.bench.engine_peers import PEERS, scripted
+from bagu.bench.engine_peers import EAGER, PEERS, check_eager, eager_row, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
 from bagu.bench.harness import Place, Rows, check_peers, table
 from bagu.bench.known_text import counts_upwards

@@ -17,14 +17,15 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from bagu.bench.harness import Rows, table
 from bagu.bench.layer_list import LAYERS, Layer
-from bagu.bench.layer_plot import draw
 from bagu.bench.onnx_runner import onnx_runner, why_no_onnx
 from bagu.bench.ops_timing import peak_bytes
 from bagu.bench.options import LayersBench, OpSetting
@@ -34,6 +35,10 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device
 from bagu.machine.timing import Timing, flush_buffer, measure_in_turn, measure_rate
 from bagu.nn import drop_in
+from bagu.runs.plot_style import write_plot
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PASSES = {"forward": False, "forward+backward": True}  # whether the layer is in training mode
 Run = Callable[[], object]
@@ -181,3 +186,39 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
         f"bagu is {mean:.2f}x the best of torch eager and compile (geometric mean of {count}, without int8), and"
         f" {alone:.2f}x by the device's time alone"
     )
+
+
+COLOURS = {"bagu": "#d55e00", "eager": "#0072b2", "compile": "#009e73", "onnxruntime": "#cc79a7"}
+
+
+def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> str | None:
+    """Write one picture per layer into `folder`. Returns the reason if nothing was drawn, else None."""
+    reason = None
+    for name in dict.fromkeys(row["layer"] for row in rows):
+        plot = partial(_plot, rows=[row for row in rows if row["layer"] == name])
+        reason = write_plot(plot, folder / name, (9, 3.6), {"svg.hashsalt": name})
+    return reason
+
+
+def _plot(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    steps = list(dict.fromkeys(row["pass"] for row in rows))
+    for axes, step in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
+        for name, colour in COLOURS.items():
+            points = sorted(
+                (r["batch"], 1e3 * r["median_s"]) for r in rows if r["pass"] == step and r["implementation"] == name
+            )
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=name)
+        axes.set(title=step, xlabel="batch", ylabel="ms", xscale="log", yscale="log")
+        batches = sorted({r["batch"] for r in rows})
+        axes.set_xticks(batches, labels=list(map(str, batches)))
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.grid(True)
+        axes.legend()
+    first = rows[0]
+    figure.suptitle(f"{first['layer']} {first['shape']}, {first['dtype']}, {first['device']}", x=0.01, ha="left")

@@ -87,7 +87,7 @@ def tune_serve(
 ) -> None:
     """Find the settings of `bagu serve` with the most requests per second within latency limits."""
     from bagu.bench.tune import serve as part
-    from bagu.bench.tune.machine import roofline_of
+    from bagu.bench.tune.roofline import roofline_of
     from bagu.bench.units import parse_ms
     from bagu.recipes.demo_server import running_server
     from bagu.recipes.find import find_model

@@ -19,7 +19,7 @@ from typing import Any
 
 from bagu.config import write_atomic
 from bagu.eval.choice import answers, score_choices
-from bagu.eval.generation import generate_answers
+from bagu.eval.grades import generate_answers
 from bagu.eval.intervals import Estimate, as_row, estimate, estimate_ratio, pass_at_k
 from bagu.eval.loss import score_documents
 from bagu.eval.model import Model

@@ -78,3 +78,16 @@ def with_modules(model: ModuleT, make: Callable[[str, nn.Module], nn.Module | No
         return twin
 
     return copied(model, "")  # type: ignore[return-value]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode: no dropout, stored statistics. The mode before is restored."""
+    was = model.training
+    if was:
+        model.eval()
+    try:
+        yield
+    finally:
+        if was:
+            model.train()

@@ -12,7 +12,7 @@ import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.nn.evaluating import evaluating
+from bagu.nn.change import evaluating
 from bagu.nn.kv import DenseKV
 from bagu.nn.model import Transformer
 

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.parallel.actions import KINDS, Action
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.recorded_stage import KINDS, Action
 from bagu.parallel.stages import Stage
 from bagu.types import Batch
 

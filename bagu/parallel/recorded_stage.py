@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from bagu.parallel.actions import Action
 from bagu.parallel.mesh import Mesh
 
 CLASSES: Mapping[str, Any] = {  # by the name of the schedule
@@ -23,6 +23,24 @@ CLASSES: Mapping[str, Any] = {  # by the name of the schedule
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
+
+
+ActionKind = Literal["F", "B", "I", "W"]
+KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a stage did with a micro-batch, and when (seconds of a clock that all processes of a machine share).
+
+    F is a forward, B a backward; I and W are its two parts, for the input and for the weights.
+    """
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
 
 
 class RecordedStage(PipelineStage):

@@ -20,7 +20,7 @@ from bagu.eval.intervals import Comparison, Estimate
 from bagu.eval.score import Result, evaluate
 from bagu.eval.tasks import built_in
 from bagu.eval.words import PERCENT, p_value
-from bagu.nn.evaluating import evaluating
+from bagu.nn.change import evaluating
 from bagu.nn.model import Transformer
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.eval_models import EngineModel, eval_engine

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bagu.data.chat import ChatEncoder
-from bagu.nn.evaluating import evaluating
+from bagu.nn.change import evaluating
 from bagu.nn.model import Transformer
 from bagu.ops.call.eager import force_eager
 from bagu.recipes.generation import read_generation

@@ -17,7 +17,7 @@ import torch
 
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
-from bagu.nn.evaluating import evaluating
+from bagu.nn.change import evaluating
 from bagu.nn.model import Transformer
 from bagu.ops.call.eager import force_eager
 from bagu.parallel.collectives import from_rank_0

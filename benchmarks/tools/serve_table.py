@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bagu.bench.eager_peer import EAGER
+from bagu.bench.engine_peers import EAGER
 from benchmarks.tools.markdown import commit_words, markdown_table
 
 Row = Mapping[str, Any]

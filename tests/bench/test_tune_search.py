@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from bagu.bench.tune.fit import Fit, Measured, fit
-from bagu.bench.tune.record import Recorded
 from bagu.bench.tune.roofline import Roofline
-from bagu.bench.tune.search import Found, Trial, search
+from bagu.bench.tune.search import Found, Recorded, Trial, search
 from bagu.bench.tune.simulate import Samples, Schedule, StepTime, samples_of, schedule, simulate
 from bagu.bench.tune.space import Point, default_space, parse_space, points_of
 from bagu.errors import BaguError

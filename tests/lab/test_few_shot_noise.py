@@ -10,8 +10,7 @@ import pytest
 from bagu.eval.task import Item, Task, checked_items
 from bagu.lab.core import Row
 from bagu.lab.eval import few_shot_noise
-from bagu.lab.parts.library_models import new_model, on_engine, read_library
-from bagu.lab.parts.next_line import next_line
+from bagu.lab.parts.library_models import new_model, next_line, on_engine, read_library
 
 
 def test_a_keyword_item_asks_for_the_word_that_follows() -> None:

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from bagu.lab.core import Row
 from bagu.lab.gpu import autotuning, fusion, implicit_gemm, occupancy
 from bagu.lab.numerics import int8_matmul
-from bagu.lab.parts.confidence import of_ratio
-from bagu.lab.parts.ranks import rank_correlation, ranks
+from bagu.lab.parts.confidence import of_ratio, rank_correlation, ranks
 from bagu.lab.parts.rounding_noise import mean_square_peak
 
 

@@ -12,8 +12,8 @@ import torch
 from bagu.lab.core import Row
 from bagu.lab.numerics import invariance_cost
 from bagu.lab.parallel import ring_all_reduce, zero_stages
-from bagu.lab.parts.live_memory import LiveMemory
 from bagu.lab.train import gradient_accumulation, recomputation
+from bagu.lab.train.recomputation import LiveMemory
 
 
 def ring_rows(ring: list[float], tree: list[float]) -> list[Row]:

@@ -10,8 +10,8 @@ import pytest
 
 from bagu.serve.request import PromptLogprobs, TokenEvent
 from bagu.serve.wire.encode import STEP_TAG
-from bagu.serve.worker import event_buffer
-from bagu.serve.worker.event_buffer import EventBuffer
+from bagu.serve.worker import generation_loop
+from bagu.serve.worker.generation_loop import EventBuffer
 
 
 def token(number: int, finish: str | None = None) -> TokenEvent:
@@ -31,7 +31,7 @@ def received(pipe: Connection) -> list[list[int]]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> tuple[EventBuffer, Connection]:
     """A buffer for which every step is short."""
-    monkeypatch.setattr(event_buffer, "HOLD_S", 1e9)
+    monkeypatch.setattr(generation_loop, "HOLD_S", 1e9)
     theirs, ours = Pipe()
     return EventBuffer(ours), theirs
 
@@ -67,14 +67,14 @@ def test_prompt_logprobs_are_sent_at_once(held: tuple[EventBuffer, Connection]) 
 
 
 def test_the_events_of_a_long_step_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_buffer, "HOLD_S", 0.0)
+    monkeypatch.setattr(generation_loop, "HOLD_S", 0.0)
     theirs, ours = Pipe()
     EventBuffer(ours).add([token(0)], (), send_now=False)
     assert received(theirs) == [[0]]
 
 
 def test_a_long_step_without_events_is_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_buffer, "HOLD_S", 0.0)
+    monkeypatch.setattr(generation_loop, "HOLD_S", 0.0)
     theirs, ours = Pipe()
     EventBuffer(ours).add([], (), send_now=False)
     assert received(theirs) == [[]]

@@ -19,8 +19,7 @@ from bagu.serve.request import Request, Sampling
 from bagu.serve.wire.encode import STEP_TAG
 from bagu.serve.wire.messages import Accepted, Refused, Stop, Submit
 from bagu.serve.worker.generation_loop import serve_generation
-from bagu.serve.worker.inbox import Messages
-from bagu.serve.worker.request_queue import Compiled, RequestQueue
+from bagu.serve.worker.request_queue import Compiled, Messages, RequestQueue
 
 
 class Worker:

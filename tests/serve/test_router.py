@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.repository.layout import ReturnLimits
-from bagu.serve.repository.router import Router
-from bagu.serve.repository.traffic import Traffic
-from bagu.serve.repository.watch import Trial
+from bagu.serve.repository.traffic import Router, Traffic, Trial
 
 WEIGHTS = st.dictionaries(st.integers(1, 9), st.integers(1, 20), min_size=1, max_size=4)
 

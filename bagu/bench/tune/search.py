@@ -16,9 +16,11 @@ reported).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from bagu.bench.tune.roofline import Roofline
 from bagu.bench.tune.simulate import Samples, Schedule, StepTime
 from bagu.bench.tune.space import Point
 from bagu.errors import BaguError
+from bagu.runs.record import append_rows, read_rows
 
 # The schedules of several loads with this number of requests and these times: the winner should not be the best for
 # one sample of requests.
@@ -38,6 +41,40 @@ MARGIN = 0.93  # of the budget that is planned: the costs are estimates
 FULL_MEASUREMENTS = 3  # to leave time for
 LIKELY = 0.05  # probability of being the best that keeps a point in the search
 SLOPE = 0.01  # share of the throughput that is added to the goodput, see above
+
+
+class Recorded:
+    """Measures, and appends the result to the record, so that a search that was stopped resumes where it was: what is
+    in the record is not measured again (`replayed`). A row belongs to a search by its `search` field, a fingerprint of
+    the model, the load, the limits and the space; rows of other searches are ignored."""
+
+    def __init__(self, path: Path, search: str, measure: Callable[[Point, int], Trial]) -> None:
+        self.path, self.search, self.measure, self.replayed = path, search, measure, 0
+        self.known: dict[tuple[Point, int], deque[dict[str, Any]]] = {}  # the same point may be measured again
+        for row in read_rows(path) if path.exists() else []:
+            if row.get("search") == search:
+                self.known.setdefault(_key(row), deque()).append(row)
+
+    def __call__(self, point: Point, requests: int) -> Trial:
+        if rows := self.known.get((point, requests)):
+            self.replayed += 1
+            return _trial(rows.popleft())
+        trial = self.measure(point, requests)
+        append_rows(self.path, [{"search": self.search, **asdict(trial), "point": dict(point)}])
+        return trial
+
+
+def _key(row: dict[str, Any]) -> tuple[Point, int]:
+    return tuple(row["point"].items()), row["requests"]
+
+
+def _trial(row: dict[str, Any]) -> Trial:
+    samples = row["samples"]
+    if samples is not None:
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in samples.items()}
+        samples = Samples(**values)
+    fields = {k: v for k, v in row.items() if k not in ("search", "point", "samples")}
+    return Trial(**fields, point=tuple(row["point"].items()), samples=samples)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Goodput is the requests per second that meet the limits, under one load: a closed loop of clients, or Poisson arrivals.
 Each measurement starts `bagu serve` with its settings, because every setting needs a restart; that time counts. A
 roofline (roofline.py) in a simulated scheduler (simulate.py) predicts each point, search.py decides what to measure,
-and record.py keeps every measurement. The winner is a file for `bagu serve --config`.
+and `search.Recorded` keeps every measurement. The winner is a file for `bagu serve --config`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from rich.text import Text
 from bagu.bench.harness import table
 from bagu.bench.serve_client import Server
 from bagu.bench.serve_load import Load, connect, fitting, run_load
-from bagu.bench.tune.record import Recorded
 from bagu.bench.tune.roofline import Roofline
-from bagu.bench.tune.search import Found, Trial, search
+from bagu.bench.tune.search import Found, Recorded, Trial, search
 from bagu.bench.tune.simulate import Samples, Schedule, StepTime, samples_of, schedule
 from bagu.bench.tune.space import Point, Value, default_space, label, parse_space, points_of
 from bagu.bench.workload import Lengths, arrivals, random_workload

@@ -28,12 +28,12 @@ from bagu.lab.parts.library_models import (
     STEP_TOKENS,
     Library,
     new_model,
+    next_line,
     on_engine,
     read_library,
     sized,
     train,
 )
-from bagu.lab.parts.next_line import next_line
 from bagu.lab.plot import INK, Band, Line, Mark, Panel, Rule
 from bagu.recipes.eval_models import EngineModel
 

@@ -33,11 +33,11 @@ from bagu.lab.parts.library_models import (
     STEP_TOKENS,
     Library,
     new_model,
+    next_line,
     on_engine,
     read_library,
     train,
 )
-from bagu.lab.parts.next_line import next_line
 from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.nn import Transformer
 from bagu.train.cross_entropy import held_out_loss

@@ -31,8 +31,7 @@ from bagu.bench.tune_searches import searches
 from bagu.bench.tune_steps import Target, space, steps
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.gpu import fusion
-from bagu.lab.parts.confidence import Interval, interval, of_ratio
-from bagu.lab.parts.ranks import rank_correlation
+from bagu.lab.parts.confidence import Interval, interval, of_ratio, rank_correlation
 from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.machine.device import this_machine
 from bagu.machine.timing import flush_buffer, measure, measure_host

@@ -28,9 +28,8 @@ from bagu.bench.kernel_view import inspect_launch
 from bagu.bench.occupancy import occupancy
 from bagu.bench.sizing import bench_inputs
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
-from bagu.lab.parts.confidence import Interval, of_ratio
+from bagu.lab.parts.confidence import Interval, of_ratio, rank_correlation
 from bagu.lab.parts.interleaved import round_times
-from bagu.lab.parts.ranks import rank_correlation
 from bagu.lab.plot import INK, Line, Mark, Panel
 from bagu.machine.device import this_machine, triton_interprets
 from bagu.ops.catalogue import spec

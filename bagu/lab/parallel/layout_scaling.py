@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
-from bagu.lab.parts.planned import SEQ, best_plan, rows_by_size
+from bagu.lab.parallel.what_limits import SEQ, best_plan, rows_by_size
 from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.parallel.plan import Plan
 

@@ -1,7 +1,7 @@
 """Ring all-reduce: bytes and time against ranks and size, beside a tree and the library.
 
     ring      2 (N - 1) rounds of S / N bytes      a rank sends 2 (N - 1) / N S      bagu/parallel/ring.py
-    tree      2 ceil(log2 N) rounds of S bytes     rank 0 sends ceil(log2 N) S       bagu/parallel/tree.py
+    tree      2 ceil(log2 N) rounds of S bytes     rank 0 sends ceil(log2 N) S       bagu/parallel/ring.py
     library   torch.distributed on Gloo
 
 Both are written out over point-to-point messages, and the bytes are those of the messages. Ranks are processes of this
@@ -23,8 +23,7 @@ from bagu.lab.plot import Line, Panel
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
-from bagu.parallel.ring import ring_all_reduce
-from bagu.parallel.tree import tree_all_reduce
+from bagu.parallel.ring import ring_all_reduce, tree_all_reduce
 
 WAYS = ("ring", "tree", "library")
 

@@ -8,11 +8,15 @@ idle          pipeline bubble and host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from bagu.errors import BaguError
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
-from bagu.lab.parts.planned import best_plan, rows_by_size
 from bagu.lab.plot import Panel, Stack
+from bagu.parallel.plan import Plan, best
+from bagu.parallel.planner.cluster import CLUSTERS
+from bagu.parallel.planner.layouts import Workload
+from bagu.parallel.planner.models import MODELS
 
 BATCH = 2048
 SIZES = tuple(2**k for k in range(3, 15))
@@ -23,6 +27,26 @@ GROUPS = {
     "idle": ("bubble", "host"),
 }
 SHARE = "{}_percent".format
+
+
+SEQ = 8192
+NAMES = ("llama3-8b", "llama3-70b", "llama3-405b")
+
+
+def best_plan(name: str, gpus: int, batch: int) -> Plan | None:
+    """The best plan for a step of `batch` sequences of SEQ tokens on H100; None if nothing fits on so few GPUs."""
+    try:
+        return best(Workload(model=MODELS[name], seq=SEQ, batch=batch), CLUSTERS["h100"], gpus)
+    except BaguError:
+        return None
+
+
+def rows_by_size(setting: Setting, sizes: Sequence[int], measured: Callable[[str, int], Row | None]) -> list[Row]:
+    """`measured` of each model on each number of GPUs, where a layout fits."""
+    names = NAMES[:2] if setting.quick else NAMES
+    points = [(name, gpus) for name in names for gpus in sizes]
+    rows = (measured(name, gpus) for name, gpus in setting.track(points))
+    return [row for row in rows if row is not None]
 
 
 def run(setting: Setting) -> list[Row]:

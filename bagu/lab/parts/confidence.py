@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+
 from bagu.eval.intervals import Comparison, Estimate
 
 # two-sided 95 % quantile of Student's t, by the number of values
@@ -43,3 +45,26 @@ def of_ratio(a: Sequence[float], b: Sequence[float]) -> Interval:
     """The geometric mean of the ratios a[i] / b[i], by a t-interval of their logarithms."""
     mean, half = interval([math.log(x / y) for x, y in zip(a, b, strict=True)])
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def ranks(values: Sequence[float]) -> np.ndarray:
+    """The ranks 1, 2, …; equal values share the mean of their ranks."""
+    array = np.asarray(values, float)
+    below = (array[:, None] > array).sum(1)
+    equal = (array[:, None] == array).sum(1)
+    return below + (equal + 1) / 2
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Spearman's rank correlation and its 95 % interval by Fisher's transformation; 0 if all values of one are equal.
+
+    Below four points the interval is everything, from -1 to 1.
+    """
+    x, y = ranks(a), ranks(b)
+    x, y = x - x.mean(), y - y.mean()
+    norm = math.sqrt(float((x * x).sum() * (y * y).sum()))
+    rho = float((x * y).sum()) / norm if norm else 0.0
+    if len(a) < 4:
+        return Interval(rho, -1.0, 1.0)
+    z, half = math.atanh(max(min(rho, 0.999999), -0.999999)), 1.96 / math.sqrt(len(a) - 3)
+    return Interval(rho, math.tanh(z - half), math.tanh(z + half))

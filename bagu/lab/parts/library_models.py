@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Collection, Iterable
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Literal
@@ -22,6 +23,8 @@ from bagu.data import (
     in_memory,
     tokenize,
 )
+from bagu.eval.task import Item, Task
+from bagu.eval.tasks.library import in_fair_order
 from bagu.lab.core import Row
 from bagu.lab.parts.tiny import tiny
 from bagu.nn import Transformer, init_weights
@@ -122,3 +125,41 @@ def sized(rows: Iterable[Row], model: Transformer, steps: int) -> list[Row]:
 def on_engine(model: Transformer, library: Library) -> EngineModel:
     engine = Engine(model.eval(), library.tokenizer, EngineConfig(kv_memory=KV_MEMORY, cuda_graphs=False))
     return EngineModel(engine, library.tokenizer, None, "lab")
+
+
+BEFORE, PER_FILE = 160, 6  # characters before the line, items of a file at most
+SHORTEST, LONGEST = 6, 70  # characters of a line, without its indentation
+
+
+def next_line(modules: Sequence[Document]) -> Task:
+    """Which of four lines follows. The wrong lines are from other modules, with their own indentation: built-in tasks
+    take them from the same file (`continue4`), and a model trained for a minute answers those at chance."""
+    return Task(
+        name="next_line", kind="choice", items=lambda: in_fair_order(_items(modules)), delimiter="\n",
+        normalization="characters", limits="Indentation and topic of the next line. Chance is 25 %.",
+    )  # fmt: skip
+
+
+def _items(modules: Sequence[Document]) -> Iterator[Item]:
+    lines = {module.id: module.text.split("\n") for module in modules}
+    places = {name: [i for i in range(8, len(own)) if _usable(own[i])] for name, own in lines.items()}
+    names = [name for name, own in places.items() if own]
+    for name in names:
+        rng = random.Random(f"next_line:{name}")
+        others = [other for other in names if other != name]
+        for at in sorted(rng.sample(places[name], min(PER_FILE, len(places[name])))):
+            right = lines[name][at]
+            wrong = {lines[other][rng.choice(places[other])] for other in rng.sample(others, min(6, len(others)))}
+            choices = [right, *sorted(wrong - {right})[:3]]
+            before = "\n".join(lines[name][:at])[-BEFORE:]
+            if len(choices) < 4 or not before.isascii() or not before.strip():
+                continue
+            rng.shuffle(choices)
+            yield Item(
+                id=f"{name}:{at + 1}", prompt=before[before.find("\n") + 1 :], choices=tuple(choices),
+                answer=choices.index(right), cluster=name,
+            )  # fmt: skip
+
+
+def _usable(line: str) -> bool:
+    return line.isascii() and SHORTEST <= len(line.strip()) <= LONGEST

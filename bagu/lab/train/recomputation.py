@@ -11,18 +11,20 @@ than that (the head and the loss are not), and what memory sets the time of (nor
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bagu.data.random_batches import random_batches
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.parts.interleaved import best_times
-from bagu.lab.parts.live_memory import LiveMemory
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel, Rule
 from bagu.machine.fast_dtype import compute_dtype
@@ -43,6 +45,36 @@ LARGE = replace(
     SMALL, vocab_size=32000, hidden_size=2048, num_heads=16, num_kv_heads=16, head_dim=128, intermediate_size=5632,
     max_len=2048,
 )  # fmt: skip
+
+
+class LiveMemory(TorchDispatchMode):
+    """While open, counts the bytes of the storages that ops return, until each is freed. Temporaries inside an op are
+    not seen, nor are tensors that exist before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = [t.untyped_storage() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage(), known)
+        return out
+
+    def _add(self, storage: Any, known: list[Any]) -> None:
+        if storage in self._seen or any(storage.data_ptr() == other.data_ptr() for other in known):
+            return  # a view, or the result of an op in place
+        size = storage.nbytes()
+        self._seen[storage] = size
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._freed, size)
+
+    def _freed(self, size: int) -> None:
+        self.bytes -= size
 
 
 def run(setting: Setting) -> Iterator[Row]:

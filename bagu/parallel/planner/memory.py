@@ -12,9 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bagu.parallel.planner.layouts import Layouts, Workload
+from bagu.parallel.planner.layouts import Layouts, Workload, local_parameters, stage_layers
 from bagu.parallel.planner.model_cost import LayerCost, ModelCost, model_cost
-from bagu.parallel.planner.parameters import local_parameters, stage_layers
 from bagu.parallel.planner.software import Software
 
 Array = NDArray[np.float64]

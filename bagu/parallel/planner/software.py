@@ -11,7 +11,7 @@ from typing import Literal
 
 from bagu.parallel.planner.kernels import AttentionKernel
 
-Stages = Literal["even", "ceil", "ends", "balanced"]  # parameters.py:stage_layers says what they mean
+Stages = Literal["even", "ceil", "ends", "balanced"]  # layouts.py:stage_layers says what they mean
 
 
 @dataclass(frozen=True, kw_only=True)

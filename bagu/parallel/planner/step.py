@@ -17,9 +17,8 @@ from bagu.parallel.planner import kernels
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.cluster import Cluster
 from bagu.parallel.planner.layer_time import Setting, Time, head_time, hidden, layer_time
-from bagu.parallel.planner.layouts import Layouts, Workload
+from bagu.parallel.planner.layouts import Layouts, Workload, local_parameters, stage_layers
 from bagu.parallel.planner.model_cost import model_cost
-from bagu.parallel.planner.parameters import local_parameters, stage_layers
 from bagu.parallel.planner.software import Software
 
 Array = NDArray[np.float64]

@@ -23,9 +23,8 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.instances import Caller, HasJob, Instance
 from bagu.serve.http.process import SHUTTING_DOWN
 from bagu.serve.repository.layout import Layout, Settings, check_weights, read_model
-from bagu.serve.repository.shadow import ShadowCalls
 from bagu.serve.repository.traffic import Traffic
-from bagu.serve.repository.version import Prepare, Version
+from bagu.serve.repository.version import Prepare, ShadowCalls, Version
 
 T = TypeVar("T")
 

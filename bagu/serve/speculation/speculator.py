@@ -11,15 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bagu.serve.plan import Plan, Sequence
 from bagu.serve.speculation.acceptance import Acceptance
-from bagu.serve.speculation.proposer import Proposer
 from bagu.serve.speculation.step_times import StepTimes
 
 MARGIN = 1.05  # speculate for an expected gain of 5 % or more: estimates are noisy, and a plain step is never a loss
 REST, LONGEST_REST = 32, 1024  # tokens until a costly proposer is tried again; doubles with every failure
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of sequences, as a deterministic function of the known tokens. The engine samples a token
+    at every position of the proposal with the random number of that position, as it does without speculation, and keeps
+    the sampled tokens up to the first that differs. So no proposal changes the output (docs/decisions/020)."""
+
+    @property
+    def free(self) -> bool:
+        """Whether proposals cost so little that they are made for every sequence in every step. Those that are not
+        verified still show whether verification would pay: they are compared with the tokens that come."""
+        ...
+
+    def propose(self, sequences: Seq[Sequence], count: int) -> list[list[int]]:
+        """For each sequence up to `count` tokens that may follow its known tokens (`Sequence.tokens`)."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Release what is kept for a sequence that has ended. It may be one that was never seen."""
+        ...
 
 
 class Candidate(NamedTuple):

@@ -15,7 +15,7 @@ from bagu.errors import BaguError
 from bagu.machine.hub import find_adapter_below
 from bagu.serve.wire.encode import send
 from bagu.serve.wire.messages import Adapters, LoadAdapter, Result, UnloadAdapter
-from bagu.serve.worker.inbox import Messages
+from bagu.serve.worker.request_queue import Messages
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.peft import Adapter

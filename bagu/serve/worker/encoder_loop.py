@@ -10,7 +10,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.embedding import Encoder, embed, embed_last, score
 from bagu.serve.wire.encode import send, send_step
 from bagu.serve.wire.messages import Cancel, Chat, Embed, GetStats, Ready, Result, StepEvents, Stop
-from bagu.serve.worker.inbox import Messages, take_messages
+from bagu.serve.worker.request_queue import Messages, take_messages
 from bagu.types import Tokenizer
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch

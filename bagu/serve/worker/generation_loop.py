@@ -24,12 +24,43 @@ from bagu.serve.wire.messages import (
     UnloadAdapter,
 )
 from bagu.serve.worker.adapter_loader import AdapterLoader, AdapterRead
-from bagu.serve.worker.event_buffer import EventBuffer
-from bagu.serve.worker.inbox import Messages, take_messages
-from bagu.serve.worker.request_queue import Compiled, RequestQueue
+from bagu.serve.worker.request_queue import Compiled, Messages, RequestQueue, take_messages
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine
+
+
+HOLD_S = 0.004  # how long a token may wait for the tokens of the next steps; a display refreshes every 0.016 s
+
+
+class EventBuffer:
+    """Collects the events of short steps and sends them to the server in one message.
+
+    Every message costs the server 0.1 ms to wake up, however small it is. Steps of a small model take less than a
+    millisecond, so their events are sent together every HOLD_S. Two kinds of events are sent at once: those that are
+    not the plain next token of a choice, and all events while a prompt waits, since its prefill step may be long.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe, self.events = pipe, list[Event]()
+        self.sent = self.stepped = time.perf_counter()
+
+    def add(self, events: Sequence[Event], first_tokens: Sequence[tuple[float, float]], *, send_now: bool) -> None:
+        """Add the events of a step that has just ended; send them now or later."""
+        self.events += events
+        now, before = time.perf_counter(), self.stepped
+        self.stepped = now
+        plain = all(isinstance(event, TokenEvent) and event.finish is None for event in events)
+        if send_now or not plain or now - before >= HOLD_S or now - self.sent >= HOLD_S:
+            self._send(first_tokens)
+
+    def flush(self) -> None:
+        if self.events:
+            self._send(())
+
+    def _send(self, first_tokens: Sequence[tuple[float, float]]) -> None:
+        send_step(self.pipe, StepEvents(self.events, first_tokens))
+        self.events, self.sent = [], time.perf_counter()
 
 
 def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None) -> None:

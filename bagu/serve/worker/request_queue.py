@@ -11,10 +11,38 @@ from bagu.serve.constrain.check import CheckedCompiler
 from bagu.serve.request import Request, Unservable
 from bagu.serve.wire.encode import send
 from bagu.serve.wire.messages import Accepted, Refused
-from bagu.serve.worker.inbox import Messages
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine
+import os
+import queue
+import time
+from typing import Any
+
+Messages = queue.SimpleQueue[tuple[float, Any]]  # (arrival by `time.perf_counter`, message)
+HEARTBEAT_S = 1.0
+
+
+def receive(pipe: Connection, messages: Messages) -> None:
+    """Read messages from the pipe, also while a step runs, and record their arrival times."""
+    try:
+        while True:
+            message = pipe.recv()
+            messages.put((time.perf_counter(), message))
+    except (EOFError, OSError):  # the server has exited
+        os._exit(0)
+
+
+def take_messages(messages: Messages, *, wait: bool) -> list[tuple[float, Any]]:
+    """All received messages. With `wait`, waits up to HEARTBEAT_S for the first one."""
+    found = []
+    try:
+        if wait:
+            found.append(messages.get(timeout=HEARTBEAT_S))
+        while True:
+            found.append(messages.get_nowait())
+    except queue.Empty:
+        return found
 
 
 class Compiled(NamedTuple):

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import torch
 
-from bagu.nn.evaluating import evaluating
+from bagu.nn.change import evaluating
 from bagu.nn.lora import has_lora, without_lora
 from bagu.nn.model import Transformer
 from bagu.train.rl.logprobs import token_logprobs
