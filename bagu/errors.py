@@ -8,8 +8,6 @@
   - UnknownName         a name is not in its table of known names
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Self

@@ -5,8 +5,6 @@ starts when every stream has its first token. The ratio is the median of the rou
 the machine hits both sides. Every constrained output is validated.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

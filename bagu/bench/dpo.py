@@ -4,8 +4,6 @@ Both have a live reference, AdamW and clipping. bagu packs whole sequences; the 
 its users do. A pair is a prompt with two answers of different lengths.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Callable, Iterator, Sequence

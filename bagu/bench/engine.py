@@ -1,7 +1,5 @@
 """`bagu bench engine`: tokens per second of the engine without a server, with peers in the same run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing

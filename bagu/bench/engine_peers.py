@@ -1,7 +1,5 @@
 """The same offline workload with other libraries, for `bagu bench engine`. Each is written as its users write it."""
 
-from __future__ import annotations
-
 import os
 import re
 import statistics

@@ -10,8 +10,6 @@ Both sides run in turns in this process, on texts of the standard library:
 On a CPU the time is CPU seconds, which the load of other processes changes little; on a GPU it is wall time.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

@@ -4,8 +4,6 @@ The engine alone is measured first, on the same prompts: sampling inside trainin
 a constant pattern, so that every group has a gradient and no time is spent on rewards.
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

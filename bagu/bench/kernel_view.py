@@ -5,8 +5,6 @@ SASS) go to a folder; a table shows registers, spills, shared memory, occupancy 
 TMA and 128-bit instructions in the machine code. `--diff A B` compiles two tunings and prints where they differ.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ compute: the output is a known text of tokens that are all different, and the pr
            which each match of the lookup is wrong.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Literal
 

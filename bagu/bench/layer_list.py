@@ -1,7 +1,5 @@
 """The layers of `bagu bench layers`: each built from torch.nn or from bagu.nn.drop_in, with the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

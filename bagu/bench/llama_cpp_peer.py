@@ -4,8 +4,6 @@ The type of the file has the bits of the engine's weights: Q8_0 for int8, Q4_0 f
 own process with the user's environment, because it has its own OpenMP settings.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import statistics

@@ -6,8 +6,6 @@ Prints one JSON line per repeat, after one warmup: decode tokens per second afte
 second up to it. It calls llama.cpp's C functions: the Python class around them costs time for each token.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ Limits are those of NVIDIA's CUDA programming guide, "Technical specifications p
 allocated to a warp in units of 256, and a block has 1 KB of shared memory that belongs to the system.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bagu.errors import UnknownName

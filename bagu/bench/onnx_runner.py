@@ -1,7 +1,5 @@
 """ONNX Runtime as a peer of `bagu bench layers`: a layer is exported in memory and run by a session."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import warnings

@@ -5,8 +5,6 @@ compared with the ceilings (`roofline`), printed, and appended to the results as
 with --quick the sizes shrink to a budget (`sizing.shrink`), and a row has the size that ran.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The output of the benchmark: heading, ceilings, a table per case, and remarks. Fits 80 columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any

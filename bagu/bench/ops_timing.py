@@ -8,8 +8,6 @@ On a GPU the host time of a call is measured as well, at an op's first bench cas
 graph, as in inference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass

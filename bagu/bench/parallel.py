@@ -8,8 +8,6 @@ Both sides of a ratio are timed in the same processes, in turn: in a round every
 it together. A ratio is the median over the rounds, so that load that comes and goes does not decide it.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

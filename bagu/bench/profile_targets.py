@@ -1,7 +1,5 @@
 """The three things that `bagu profile` profiles: an op, a training step, and steps of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path

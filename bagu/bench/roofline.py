@@ -8,8 +8,6 @@ A stricter limit decides whether a result is plausible: the bandwidth at the cal
 loss that only reads can exceed the copy bandwidth, but not the read bandwidth.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -6,8 +6,6 @@ candidate is dropped if, with 99 % confidence, it is slower than the fastest, or
 is that there is no significant winner.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -16,8 +16,6 @@ measure the cost of HTTP, if the server reports them:
                               its first token, median of this load (/engine); p50_ttft_ms minus this is the cost of HTTP
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ JSON are parsed after the last stream has ended. Each request has its own connec
 end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import itertools

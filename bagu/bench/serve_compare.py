@@ -5,8 +5,6 @@ order. The ratio of a round is one measurement: load of the machine that lasts l
 result is the geometric mean of the ratios with its 95 % interval (eval/intervals.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

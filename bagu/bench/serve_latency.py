@@ -19,8 +19,6 @@ left out of any number: an outlier is a sample above Q3 + 3 (Q3 - Q1), Tukey's o
 the mean without them is given beside the mean with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

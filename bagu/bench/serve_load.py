@@ -4,8 +4,6 @@ Prompts are token ids, so that their lengths are exact on every server with `/to
 texts of short words, about one token each; the token counts in the results are those that the server reports.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

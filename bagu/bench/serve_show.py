@@ -1,7 +1,5 @@
 """The text that `bagu bench serve` prints: one load, or the points of a sweep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@
 a lower bound: the larger of bytes / copy bandwidth and FLOPs / matmul rate, with ceilings measured here (`roofline`).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

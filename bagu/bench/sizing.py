@@ -4,8 +4,6 @@ A conformance check draws in fp64 and rounds; at 4096 x 262,144 that would take 
 dtype under test on the target device, or on "meta", where they have only a shape, which is enough to compute a cost.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ An implementation is a function that runs one step on random tokens and returns 
 tokens per step and a warmup. A sample is one step, with the device idle at both ends.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

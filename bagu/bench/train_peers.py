@@ -1,7 +1,5 @@
 """The same training step with other libraries, for the benchmark. Each is written as its users write it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The shapes of `bagu bench train`: a model, and the documents of one step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from bagu.nn.config import ModelConfig

@@ -1,7 +1,5 @@
 """`bagu tune report`, `missing` and `merge`: what the stores hold."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a store says about each search: its points, gain and regret."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

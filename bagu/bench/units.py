@@ -1,7 +1,5 @@
 """Numbers with a readable prefix: 8.01 MB, 52.3 GFLOP/s, 800.8 µs; and times as a user writes them: 300ms, 5m."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """A tokenizer of any size without training, for benchmarks of models with random weights."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -9,8 +9,6 @@ Types are strict: a float field accepts an int, and there is no other conversion
 refused, because JSON cannot represent them.
 """
 
-from __future__ import annotations
-
 from bagu.config.errors import ConfigError
 from bagu.config.fields import from_dict
 from bagu.config.files import load, save, write_atomic

@@ -1,7 +1,5 @@
 """The errors of a configuration; each names the dotted key of the field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

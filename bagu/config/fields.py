@@ -1,7 +1,5 @@
 """From a plain tree to dataclasses: each value is checked and converted by the type of its field."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Configuration files: JSON, written atomically and read strictly."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

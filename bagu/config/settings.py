@@ -1,7 +1,5 @@
 """Settings by dotted key: "train.optimizer.lr=3e-4" replaces one value of a configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

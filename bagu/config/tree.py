@@ -1,7 +1,5 @@
 """A configuration as a plain tree of dicts, lists and JSON scalars: dotted keys, differences, hash."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ after the piece, so that splitting a document loses no target. The last token of
 has a loss mask, a target counts if the mask of the predicted token is 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

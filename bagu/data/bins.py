@@ -1,7 +1,5 @@
 """The layout for chats: whole documents in rows by best-fit-decreasing (pack.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any

@@ -12,8 +12,6 @@
 The edits are made in the text, so comments and layout stay as they are. Which one is a function of the code and `seed`.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io

@@ -17,8 +17,6 @@ and it still sees the real messages. Guards and marks are Unicode noncharacters,
 contains one is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property

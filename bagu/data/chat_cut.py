@@ -5,8 +5,6 @@ turns as fit, from the last turn backwards. A turn that does not fit by itself i
 question, or a question without its answer, teaches something else.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

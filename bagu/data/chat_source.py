@@ -9,8 +9,6 @@ Common roles are system, user, assistant and tool; the chat template decides whi
 may call tools ("tool_calls") and then needs no content.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

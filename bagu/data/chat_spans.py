@@ -12,8 +12,6 @@ Templates differ in two more ways:
   (gpt-oss). It is then an example of its own, in which it is the last message.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile

@@ -4,8 +4,6 @@ They run in Jinja's sandbox with the environment of `transformers`: the same opt
 `strftime_now`, and `{% generation %} ... {% endgeneration %}` blocks around the assistant's text.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

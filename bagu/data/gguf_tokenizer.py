@@ -5,8 +5,6 @@ llama.cpp has the patterns. Under `tokenizer.huggingface.json` a file may also h
 then read instead. bagu writes both: llama.cpp has no name for bagu's own pattern, and splits by GPT-2's.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Each row knows its file and line; error messages start with them.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json

@@ -6,8 +6,6 @@ tokens at these positions, `IGNORE` elsewhere. Every step masks other tokens (Ro
 always masks the same ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self

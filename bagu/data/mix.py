@@ -10,8 +10,6 @@ Counts are a function of the step only. They are computed from step 0 on and sto
 of three sources takes 4 s the first time (one core), and any step a millisecond after that.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Mapping

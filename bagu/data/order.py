@@ -1,7 +1,5 @@
 """Random orders that are the same on every machine and in every NumPy version."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

@@ -17,8 +17,6 @@ shorter document is padded to its slot. The length of an epoch is then the same 
 compute row n directly.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple, Protocol
 
 Packing = Literal["stream", "whole", "joined"]

@@ -5,8 +5,6 @@ while they fit, so the number of pairs in a step varies and the loss divides by 
 and the data only. A sequence longer than `context`, or a pair longer than a micro-batch, is left out and counted.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

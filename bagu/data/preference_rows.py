@@ -10,8 +10,6 @@
 stand beside it. Messages have role and content, or from and value (ShareGPT).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

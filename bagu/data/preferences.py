@@ -4,8 +4,6 @@ A store (store.py) holds their tokens: the chosen answer with its prompt is a do
 rejected one follows and ends with "-". The mask is 1 for the answer, which ends with the token that ends a turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

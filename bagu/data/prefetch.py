@@ -6,8 +6,6 @@
 Items are the results of `make(step)`, in order. An exception in `make` is raised at the item it belongs to.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

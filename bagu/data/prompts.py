@@ -8,8 +8,6 @@ name and the summary of its docstring. The names of validation are held out: no 
 also if another file defines a function of that name.
 """
 
-from __future__ import annotations
-
 import doctest
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Batches of random tokens, for benchmarks: speed does not depend on the token values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

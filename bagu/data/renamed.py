@@ -4,8 +4,6 @@ A small model that sees each function under one name learns which body goes with
 from both. Under a random name, only the question says what to write after `def`, so the model learns to copy it.
 """
 
-from __future__ import annotations
-
 import keyword
 import random
 import re

@@ -3,8 +3,6 @@
 The loader (loader.py) packs documents of a store and may cut them; a preference or a rollout is worthless in pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

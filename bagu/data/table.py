@@ -1,7 +1,5 @@
 """Rows of a table: JSON lines, JSON lists or Parquet, each row with all its columns and its place in the file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

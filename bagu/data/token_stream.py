@@ -1,7 +1,5 @@
 """The layout for pretraining: documents one after the other, split every `context` tokens (pack.py)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any

@@ -11,8 +11,6 @@ vocabulary is full. It contains all 256 bytes, so there is no unknown token. Tra
 * `fingerprint` is the hash of tokenizer.json; it prevents using the tokens of one tokenizer with the model of another.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

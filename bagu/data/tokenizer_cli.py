@@ -1,7 +1,5 @@
 """`bagu tokenizer train` and `bagu tokenizer stats`: train a tokenizer, and measure one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

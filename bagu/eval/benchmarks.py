@@ -5,8 +5,6 @@ prompt: MMLU and C-Eval score the letter, ARC and HellaSwag the text of the choi
 generated answer. The data are not part of bagu.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

@@ -11,8 +11,6 @@ Long choices have low likelihoods, so `raw` favours short ones; which normalisat
 task (the lab `normalization` measures it). All but `pmi` come from the same scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

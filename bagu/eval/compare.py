@@ -1,7 +1,5 @@
 """Two evaluations side by side: the same items, paired, with a p-value for each metric."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ space and punctuation do not hide a copy; in a script without spaces between wor
 than 13 words are too short to tell: "2 + 2 = 4" is in any large text. They are counted and never found.
 """
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

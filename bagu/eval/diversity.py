@@ -3,8 +3,6 @@
 A policy that found one text that wins a reward repeats it: its score is high, and these shares are low.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass

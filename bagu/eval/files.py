@@ -13,8 +13,6 @@ Templates are Jinja over the fields of a row; a missing field raises an error wi
 judge (judge.py) `judge`, its prompt, and `judge_best`, and then `answer` may be left out.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import tomllib

@@ -11,8 +11,6 @@
 has each result by itself, for a reward.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping, Sequence
 from typing import Any

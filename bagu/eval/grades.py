@@ -1,7 +1,5 @@
 """Grades for generated answers: equal text, text matched by a pattern, code that runs. (judge.py: another model.)"""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence

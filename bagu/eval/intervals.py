@@ -14,8 +14,6 @@ narrow, and each has its remedy:
 docs/journal/007 has the coverage by simulation. One or two clusters have no interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass

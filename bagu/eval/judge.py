@@ -5,8 +5,6 @@ must end its answer with a line `Grade: N`, with N from 0 to the task's `judge_b
 other answer gives no grade: the item is marked, counted, and left out of the score, because a default would be wrong.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Protocol

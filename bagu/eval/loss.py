@@ -4,8 +4,6 @@ A window has as many tokens as the model accepts. Each token is scored once, in 
 all tokens except those of the first window have at least `(1 - stride) * max_len` tokens before them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 recipes/eval_models.py and recipes/eval_server.py implement them; a test may implement its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page of a comparison: a table, a plot of both models with their intervals, and the items where they differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from importlib.resources import files

@@ -5,8 +5,6 @@ killed evaluation can resume. Results of another model, another version of the t
 the header, the first line of the file, identifies all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

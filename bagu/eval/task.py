@@ -7,8 +7,6 @@
 A task is a value; `files.py` reads one from a file, `tasks/` has the built-in ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """How scores and differences are written, in tables, reports and on the command line."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """The labs: every module in the folder of a theme. Its name is the lab's, and it defines `LAB`, `run`, `verdict` and
 `plot`. Listing labs imports none of them."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

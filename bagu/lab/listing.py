@@ -1,7 +1,5 @@
 """`bagu lab list`. Imports no lab and not torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

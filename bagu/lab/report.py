@@ -4,8 +4,6 @@ The page is self-contained (CSS and SVG inside, no script, no request) and suppo
 result is escaped; the SVG is the plot of the run, recoloured for the page.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """The rows of a lab, and how to read them. `bagu.lab.core` hands these names to the labs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from bagu.errors import BaguError

@@ -3,8 +3,6 @@
 run_labs(names, out=..., quick=...)    run some or all; returns the exit status
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

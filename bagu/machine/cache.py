@@ -1,7 +1,5 @@
 """The cache folder: token stores, compiled C++. Everything in it can be rebuilt."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ torch's own reduction may not reach the read bandwidth of a GPU. With too low a 
 caller sizes buffers to a multiple of `BLOCK`. This module needs Triton: import it only to run a GPU kernel.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Other modules report speed as a fraction of these ceilings, measured in the same run.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

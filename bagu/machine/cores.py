@@ -1,7 +1,5 @@
 """The CPU cores that this process may use. Imports nothing heavy: the command line asks for them too."""
 
-from __future__ import annotations
-
 import os
 
 __all__ = ["available_cores"]

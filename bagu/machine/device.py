@@ -5,8 +5,6 @@ not provide is None. Linux provides most facts in /proc and /sys, macOS through 
 query falls back in that order.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

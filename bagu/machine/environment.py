@@ -1,7 +1,5 @@
 """The software versions and the machine of a measurement; every record stores them."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import platform

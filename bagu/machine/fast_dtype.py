@@ -7,8 +7,6 @@ Neoverse-N1). The rates are stored in the cache folder, in one file per CPU, tor
 settings of the math libraries.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

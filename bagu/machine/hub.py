@@ -3,8 +3,6 @@
 This imports no torch: the HTTP server's process checks names with it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,8 +11,6 @@ The library uses torch's OpenMP: it is linked without one, and its calls resolve
 second libgomp would start a second pool of spinning threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

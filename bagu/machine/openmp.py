@@ -13,8 +13,6 @@ from the server and the tokenizer. Values in between:
 The value chosen below keeps threads awake during a step and between two steps; an idle engine sleeps after 0.5 ms.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@
 time for which the host is busy with a call.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -6,8 +6,6 @@ of group 1 …], so that a range of complete groups is a shard.
 Dims: T = tokens, H = heads, G = KV heads, n = H / G, D = head dim.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Unpack
 
 import torch

@@ -4,8 +4,6 @@ The stream between blocks is `(x, delta)`: the residual stream, and a delta that
 the next block can then fuse the addition. A delta of None means that there is nothing to add.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Unpack
 

@@ -12,8 +12,6 @@ Three more are `nn`'s own: lora.py adds adapters, `Linear.quantize` stores a wei
 forward. A test (tests/nn/test_change.py) finds code of other parts that does one of these without this module.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

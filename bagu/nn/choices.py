@@ -4,8 +4,6 @@ encodings (position_choices.py).
 Each is a frozen dataclass; `kind` selects one of several alternatives.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NoReturn

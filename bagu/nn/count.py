@@ -7,8 +7,6 @@ square of the context if causal, the window if there is one. There are two conve
     op FLOPs         the sum of the costs in the ops' specs, with norms, activations and recomputation in the backward
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Hashes that identify weights: `digest_of` of every value, `fingerprint_of` of a sample that takes no time."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

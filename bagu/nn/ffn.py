@@ -1,8 +1,6 @@
 """The feed-forward network of a block: up, activation, down. With a gate, one weight computes gate and up, gate
 first."""
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import torch

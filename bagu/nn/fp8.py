@@ -11,8 +11,6 @@ On a GPU the products run in cuBLAS. Elsewhere the rounded numbers are multiplie
 Papers: https://arxiv.org/abs/2209.05433, https://arxiv.org/abs/2310.18313 (FP8-LM)
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import torch

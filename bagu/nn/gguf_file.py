@@ -5,8 +5,6 @@ are expanded when a tensor is read. llama.cpp rotates neighbouring pairs in Llam
 another order there (`to_halves` of gguf_names.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

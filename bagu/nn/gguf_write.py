@@ -1,7 +1,5 @@
 """Write a model as a GGUF file, for llama.cpp and its users: Llama, Qwen2 and Qwen3."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ gains 1, biases 0        with weight normalization the gain is the length of the
 model without norms      1 / sqrt(inputs) for matrices: a block keeps the variance of its input
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ The dequantized weight exists during one product only. The backward dequantizes 
 weight of every layer from the forward to the backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

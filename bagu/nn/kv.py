@@ -11,8 +11,6 @@ Dims: N = sequences, P = cache positions, T = new tokens of all sequences, L = m
 H = heads, G = KV heads, D = key dim, E = value dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

@@ -5,8 +5,6 @@ and LoRA (W + scale * B A; https://arxiv.org/abs/2106.09685, added by nn/lora.py
 layer may train in fp8 (nn/fp8.py).
 """
 
-from __future__ import annotations
-
 from typing import TypedDict, Unpack
 
 import torch

@@ -12,8 +12,6 @@ is absorbed too: expanding the cached latents at every step would cost more.
 Dims: T = tokens, H = heads, C = kv_rank, N = nope_dim, R = rope_dim, E = v_dim.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import torch

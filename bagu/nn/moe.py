@@ -14,8 +14,6 @@ token is dropped. Two methods balance the load, alone or together:
 Dims: T = tokens, E = experts, K = top_k, D = hidden size, F = expert size.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Unpack
 
 import torch

@@ -3,8 +3,6 @@
 `norm(x)` is the norm; `norm.add(delta, x)` is `(norm(x + delta), x + delta)`, one pass for RMSNorm on a GPU.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
 import torch

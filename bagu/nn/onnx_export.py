@@ -5,8 +5,6 @@ graph has no attention mask and no key-value cache. It is traced by torch.export
 translated by torch.onnx.
 """
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from pathlib import Path

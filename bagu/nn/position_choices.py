@@ -1,7 +1,5 @@
 """Position encodings, and how RoPE is scaled to longer contexts. config.py combines them with the other options."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

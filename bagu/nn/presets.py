@@ -3,8 +3,6 @@
 Published models have the shapes of their checkpoints; `cpu_*` are small enough for a laptop.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bagu.errors import UnknownName

@@ -18,8 +18,6 @@ fp32, so a model has the logits of its dequantized weights. Scales of activation
 quantized here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

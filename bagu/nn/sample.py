@@ -4,8 +4,6 @@ training, and as the reference for the inference engine.
 The random number for token t of prompt i is a function of (seed, i, t), independent of the rest of the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

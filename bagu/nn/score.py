@@ -1,7 +1,5 @@
 """Turn a language model into one that scores: a reward model, or the critic of PPO."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Tensors of a weight file, before they are read: what a reader of a file format gives to weights.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ ops' specs, and from PyTorch's FLOP counter for products between the ops. Bytes 
 backward would read: v is a view of the output of the QKV matmul, so saving v keeps that whole output.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain

@@ -1,7 +1,5 @@
 """The collectives of training, over a named group of a mesh. Each counts its bytes in the mesh's `traffic`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

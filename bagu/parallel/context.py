@@ -12,8 +12,6 @@ document whose length is no multiple of 2c is padded at its end. No real token a
 them, and attention is causal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ communication. Ranks must start collectives in the same order, so a bucket also 
 order is that of the backward, from the last layer to the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

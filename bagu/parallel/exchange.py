@@ -11,8 +11,6 @@ it. These are autograd functions over local tensors, not DTensor: DTensor has no
 attention on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

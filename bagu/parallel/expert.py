@@ -14,8 +14,6 @@ as many rows as it sends. The gradient of an expert is complete on its rank: it 
 gradients. The router, its balance loss and the shared experts use the tokens of their rank only, as on one device.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.errors import ArgumentError

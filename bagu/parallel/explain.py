@@ -1,7 +1,5 @@
 """What a mesh divides, what each rank holds, and what it sends: predictions, and a picture of the mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from bagu.parallel.mesh import DIMS, MeshConfig

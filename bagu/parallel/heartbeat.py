@@ -4,8 +4,6 @@ Ranks that wait for a hanging one are all inside a collective, and make no progr
 rank is the one that has started the fewest collectives.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -8,8 +8,6 @@ Training (tensor.py) also divides the tokens between sublayers, which needs a nu
 step may have a single one. The parameters are divided by the same table, sharding.TENSOR.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ at a TCP store on rank 0: rank 0 waits for all of them and compares their facts 
 the one error that is printed; the other ranks end quietly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

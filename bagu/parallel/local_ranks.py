@@ -1,7 +1,5 @@
 """Run a function on several local processes that form one Gloo group, for labs and benchmarks of parallel training."""
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 import traceback

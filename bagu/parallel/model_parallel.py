@@ -8,8 +8,6 @@
 A dimension of size 1 changes nothing, so a mesh of dp alone leaves the model as it is.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

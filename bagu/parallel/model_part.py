@@ -11,8 +11,6 @@ m the micro-batches of a rank, D the width; every number is multiplied by (n - 1
     dp    the gradients of the parameters of the rank (explain.py)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

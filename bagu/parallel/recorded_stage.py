@@ -3,8 +3,6 @@
 A module of its own, because importing torch.distributed.pipelining imports the compiler.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

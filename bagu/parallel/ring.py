@@ -10,8 +10,6 @@ It stands beside the library's all_reduce, which training uses: it has the same 
 https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

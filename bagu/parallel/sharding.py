@@ -10,8 +10,6 @@ row matches is replicated. Names of the form of `blocks.3.ffn.down.weight` are t
 checkpoint has full tensors and does not depend on the number of ranks: a `Placement` cuts and joins them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

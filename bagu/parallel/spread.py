@@ -6,8 +6,6 @@ ranks of tp for a parameter that is not divided over tp, and the first and the l
 gradient of an expert is complete over ep, because all tokens that chose the expert were on its rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

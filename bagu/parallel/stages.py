@@ -4,8 +4,6 @@ A stage keeps the names of the model's parameters (`blocks.3.ffn.down.weight`), 
 is the state dict of the model. The first stage has the embedding, the last one the final norm and the head.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ checkpoint. Every start has a new port and thus a new store: torchrun's in-place
 hang the next start (pytorch#135712). A rank that ends with an error of its own would end so again: the job ends too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -13,8 +13,6 @@ divided gets a part of its gradient on each rank, because it is used for some to
 (q_norm), or before divided weights: `sum_replicated` adds the parts once per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A picture of what the ranks of a pipeline did in a step, from the recorded times, in characters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from bagu.parallel.pipeline import Action, bubble

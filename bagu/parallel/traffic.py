@@ -11,8 +11,6 @@ given; a library may send more (Gloo reduce-scatters by an all-reduce of a copy)
 through collectives.py, so that a mesh's `Traffic` has all of them, by kind and group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

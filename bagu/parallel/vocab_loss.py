@@ -9,8 +9,6 @@ are not exchanged.
 Every rank has the same result. `token_losses` computes loss, z-loss and logprobs from it, as on one rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ the shard group is repeated dp times: parts are summed over "dp" (hybrid shardin
 ZeRO: https://arxiv.org/abs/1910.02054
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

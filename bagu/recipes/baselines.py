@@ -5,8 +5,6 @@ is comparable with gzip and xz. xz primed with the training text is the fairest 
 seen the training files, so any gain of the model over it is not copying.
 """
 
-from __future__ import annotations
-
 import ast
 import gzip
 import lzma

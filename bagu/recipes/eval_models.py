@@ -1,7 +1,5 @@
 """The model of an evaluation: an engine in this process, or a server."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

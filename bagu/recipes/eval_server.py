@@ -1,7 +1,5 @@
 """A model behind a server with OpenAI's API, for evaluations."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """`bagu train --explain`: what a mesh divides, holds and sends, predicted before the run and counted after it."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

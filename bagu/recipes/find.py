@@ -4,8 +4,6 @@ adapter whose base can be found), a GGUF file, or a hub id.
 This imports no torch: the HTTP server's process checks names with it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bagu.machine.hub import WeightsError, find

@@ -3,8 +3,6 @@
 `URL#MODEL` names one of a server's models; without it the first that the server lists is asked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -12,8 +12,6 @@ Two rules are the harness's: a context that is too long is cut from the left wit
 it; and the names of control tokens in a text become these tokens, since a rendered chat is passed as text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

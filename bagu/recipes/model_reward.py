@@ -1,7 +1,5 @@
 """A trained reward model as a reward: the score of the last token of each answer, many answers in a packed forward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

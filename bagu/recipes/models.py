@@ -5,8 +5,6 @@ A run writes its result to `model/`: a Hugging Face folder if a model family can
 in PEFT's format.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

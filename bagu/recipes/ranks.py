@@ -1,7 +1,5 @@
 """`bagu train` over several ranks: start them, or be one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """`bagu serve REPOSITORY`: how the engines of a model repository's versions are made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

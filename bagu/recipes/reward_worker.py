@@ -7,8 +7,6 @@ Messages are pickled tuples. To the parent: ("ready", takes_lists) or ("refused"
 of (value, fault) per sample. From the parent: a list of (prompt, completion, facts) for one call.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

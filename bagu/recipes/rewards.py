@@ -8,8 +8,6 @@ A file is code that runs with your rights, outside any sandbox. A sample that a 
 or returns no finite number) has the default value, and its fault says why: the run goes on and counts them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ The engine has the model's own tensors, not a copy. On a GPU it reads them at th
 a CPU outside invariant mode it packs a copy for its compiled decode step, again for each rollout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

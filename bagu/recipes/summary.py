@@ -1,7 +1,5 @@
 """The summary of a run, printed before its first step: sizes, tokens, epochs, device, dtype, estimated time."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Mapping

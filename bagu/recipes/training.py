@@ -1,7 +1,5 @@
 """Train a `Run`: create or load the model, prepare the data, fit, save the result in the run's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

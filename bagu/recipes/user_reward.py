@@ -4,8 +4,6 @@ The function is any Python, so only another process can stop it: the worker is k
 again for the next sample. It is not a sandbox: a reward file is code that the user chose to run.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -9,8 +9,6 @@
 Reading needs no lock and may happen while the run is active.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

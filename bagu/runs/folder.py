@@ -5,8 +5,6 @@ the rows of steps that will run again, so that each step has one row. The event 
 happened twice is there twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

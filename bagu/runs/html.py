@@ -1,7 +1,5 @@
 """HTML fragments: values, tables and lists of facts. All text is escaped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """A lock that allows one writer per folder: a file that names the process. The lock of a dead process is taken over."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

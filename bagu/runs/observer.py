@@ -1,7 +1,5 @@
 """The interface through which a training loop reports, and two implementations: TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

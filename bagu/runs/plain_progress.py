@@ -1,7 +1,5 @@
 """Lines of progress for output that is not a terminal."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar

@@ -4,8 +4,6 @@ On a terminal the line is redrawn in place and always fits: the least important 
 file, a pipe, CI) plain lines are printed at every tenth of the work and every few seconds in between.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence

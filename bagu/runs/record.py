@@ -3,8 +3,6 @@
 Rows are only appended, and several processes may append to one file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The client of a server with OpenAI's API, for chats, evaluations and benchmarks. Every failure is a BaguError."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import urllib.error

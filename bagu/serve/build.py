@@ -1,7 +1,5 @@
 """The parts of an engine, built from the model and the configuration."""
 
-from __future__ import annotations
-
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads

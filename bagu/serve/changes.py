@@ -9,8 +9,6 @@ added to tokens that would end the output.
 Dims: R = rows, A = changed logits of a row, V = vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Turn the engine's events into `Completion`s: one per event for streaming, or one per choice."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from bagu.serve.request import Request, TokenEvent

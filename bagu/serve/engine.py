@@ -16,8 +16,6 @@ the requests of one caller. With `tp` > 1 the model is divided over processes of
 `close` ends.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections import Counter

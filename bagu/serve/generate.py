@@ -1,7 +1,5 @@
 """`types.Generate` on top of `submit`, `step` and `abort`: whole completions, a stream of tokens, and scores."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from abc import ABC, abstractmethod

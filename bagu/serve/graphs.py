@@ -12,8 +12,6 @@ The inputs of a graph are views of one buffer, so a step fills them with one cop
 for each of them, the host of an H200 takes 0.48 ms for 32 decodes instead of 0.28.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The tensors of a step: a plan's host lists, and the blocks of its sequences, as arrays and tensors on the device."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The scheduler's limits, and the check that a request can run within them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bagu.errors import ArgumentError

@@ -7,8 +7,6 @@ With speculation (serve/speculation) a slice may end with drafted tokens: guesse
 A token is sampled after each of them too, and the sampled tokens are kept up to the first that differs from its draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple

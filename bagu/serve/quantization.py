@@ -13,8 +13,6 @@ another expert. Experts keep theirs too: they are not `Linear`. So does MLA's `k
 linear layer, but is multiplied into queries and values.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

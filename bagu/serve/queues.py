@@ -1,7 +1,5 @@
 """The sequences of a scheduler: which of them wait and which run, and the blocks and table rows that they hold."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left, insort
 from collections import deque

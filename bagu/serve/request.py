@@ -5,8 +5,6 @@ returns one `TokenEvent` per generated token of a choice, and `PromptLogprobs` i
 event of a choice carries the finish reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -12,8 +12,6 @@ With `adapters`, a token computes with the LoRA adapter of its sequence (adapter
 Dims: T = tokens, N = samples, D = features, V = vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Logprobs are those of the unmodified model, before temperature and penalties. Th
 the trainer's, ops.linear_cross_entropy (with quantized weights from their logits).
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping

@@ -32,8 +32,6 @@ once, and computed together by the next plan. So a sequence with a grammar is pl
 steps overlap, it is in every second one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import count

@@ -1,7 +1,5 @@
 """The engine's statistics. The HTTP server's process reads them and does not import torch, so this file does not."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from dataclasses import dataclass

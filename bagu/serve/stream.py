@@ -7,8 +7,6 @@ A character may span several tokens; its text is held back until its last byte i
 prompt appears in the first delta.
 """
 
-from __future__ import annotations
-
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Surrogates without their pair: Python strings and JSON escapes can have them, UTF-8 text cannot."""
 
-from __future__ import annotations
-
 import re
 
 # A high surrogate without a low one after it, or a low one without a high one before it.

@@ -8,8 +8,6 @@ states when the tokens that the previous step samples are known.
 Dims: T = tokens, D = features.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass

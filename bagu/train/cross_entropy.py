@@ -5,8 +5,6 @@ micro-batch with few targets has a small weight, as it would in one large batch.
 targets.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

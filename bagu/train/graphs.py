@@ -6,8 +6,6 @@ once: at the third step, when kernels are compiled and allocators are warm. Larg
 graphs, and a graph would keep the memory of their activations.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@
 A step reads the sums of all micro-batches from the device once, together with the gradient norm.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

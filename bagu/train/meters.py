@@ -1,7 +1,5 @@
 """The metrics row of a step: the metrics of its loss, and the cost of the step. Names end in their unit."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -6,8 +6,6 @@ depend on objectives: it takes batches from a loader and passes them to a loss. 
 objective.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The model has no code for compilation or recomputation: both wrap its blocks here.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -4,8 +4,6 @@ The page is self-contained: style and charts are inline, and a content security 
 access. It follows the reader's light or dark setting. Every text from a run is escaped, model output included.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

@@ -6,8 +6,6 @@ lowest final loss of the shapes in https://arxiv.org/abs/2405.18392; constant do
 of the peak.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

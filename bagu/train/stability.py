@@ -12,8 +12,6 @@ A refused step changes only the position in the data. After `max_skips` in a row
 checkpoint and continues with the data after the refused batches; after `max_rollbacks` it stops.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

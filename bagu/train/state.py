@@ -1,7 +1,5 @@
 """The configuration of training, and the state that changes while it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ runs its share of them: counts are of the whole step, gradients and numbers are 
 makes the same decision and the same update. A model that is divided over ranks runs its part of each (divided.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ one core can take most of it. Quantized weights have one byte and twice the rate
 predicted to change nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

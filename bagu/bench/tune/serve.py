@@ -6,8 +6,6 @@ roofline (roofline.py) in a simulated scheduler (simulate.py) predicts each poin
 and `search.Recorded` keeps every measurement. The winner is a file for `bagu serve --config`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

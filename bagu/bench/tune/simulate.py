@@ -10,8 +10,6 @@ when the last one ends, so its schedule does not depend on the times, and one sc
 Dims: S = steps, R = requests, D = formulas.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

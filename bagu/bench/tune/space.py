@@ -1,7 +1,5 @@
 """The settings that `bagu tune serve` searches over: options of `bagu serve` and the values to try."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import product
 

@@ -1,8 +1,6 @@
 """`recall`: a needle in a long context. Four assignments are placed in held-out source; the end asks for one of them,
 and the choices are the four values, so a model that only knows what such values look like scores 25 %."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -7,8 +7,6 @@
 A model with empty answers passes everything: read the score together with one of ability.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -6,8 +6,6 @@ an answer. Only functions whose real code passes the checks are asked for. Answe
 the model's own distribution, so the score is the share of its samples that are correct.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from bagu.data.prompts import function_question

@@ -11,8 +11,6 @@ multiplied by 1 + difference. A test compares the means with Welch's z statistic
 where cv is the standard deviation of the latencies divided by their mean.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -9,8 +9,6 @@ trained from the same weights for one epoch each, one on modules of the standard
 and the copies of all groups. They are compared on the same items, so the difficulty of an item cancels.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -11,8 +11,6 @@ tie is neither. Its interval is a bootstrap over the files that the items are fr
 and noise lowers tau, so an interval may reach further down than up. The loss is not resampled.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace

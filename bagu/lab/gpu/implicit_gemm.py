@@ -12,8 +12,6 @@ The matrix of im2col is predicted to have R S times the bytes of the image (stri
 channels last in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple

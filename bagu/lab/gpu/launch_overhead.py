@@ -5,8 +5,6 @@ the next, so a call takes the longer of the two: the host's time where kernels a
 op (RMSNorm, forward) is called in three ways that launch the same kind of kernel and differ in what the host does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 

@@ -9,8 +9,6 @@ An exponent is the slope over the last doubling of the length: cost ~ L^exponent
 there the overhead of the calls dominates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

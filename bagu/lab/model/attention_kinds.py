@@ -10,8 +10,6 @@
 A kind with fewer attention parameters gets a wider FFN, so that all models are equally large. D = head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

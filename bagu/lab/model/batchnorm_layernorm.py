@@ -10,8 +10,6 @@ BatchNorm's statistics come from bagu.ops.batch_norm, with the padding included 
 tokens only). Dims: B sequences, T positions, C features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -9,8 +9,6 @@ The last two never have a row of scores whole: the forward keeps one number for 
 backward makes each block of weights again from it. That is 5 products of matrices where the scores in memory need 4.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

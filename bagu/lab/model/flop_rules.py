@@ -8,8 +8,6 @@ Authors define N differently: the blocks only (Kaplan), with the head, or all pa
 and an unused expert cost no FLOPs. The count itself is checked against PyTorch's FLOP counter on small models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

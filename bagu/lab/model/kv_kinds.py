@@ -7,8 +7,6 @@
 The time of a context is the step at the long context minus the step at the short one: the weights are read in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal

@@ -7,8 +7,6 @@ At initialization f(x) is as large as x and independent of it, so that σ = √2
 gradient of the identity path by √2. f is a random matrix here; its own path is cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -9,8 +9,6 @@ For one pair (x, y) the scores of all positions m, n are a matrix. The share of 
 diagonals explain is 1 if a score depends on the distance alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 

@@ -7,8 +7,6 @@ Requests run alone, then in a batch, with chunked prefill, and with their prefix
 tokens are compared bit by bit: two floats that differ by u units in the last place differ in bit_length(u) bits.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

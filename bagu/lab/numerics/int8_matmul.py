@@ -13,8 +13,6 @@ measurement: rounding with step t adds noise of variance t^2 / 12 to each value,
 The largest value is that of normal numbers of these deviations (rounding_noise.py), not of the data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

@@ -7,8 +7,6 @@ In fast mode a kernel chooses tiles and splits by the number of rows, and anothe
 invariant mode (bagu.ops.invariant, docs/decisions/016) the order follows from the row and the weight alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -11,8 +11,6 @@ orders. The contribution of a factor is the mean over the orders of the logarith
 the three contributions sum to log(total) and no order is preferred.
 """
 
-from __future__ import annotations
-
 import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial

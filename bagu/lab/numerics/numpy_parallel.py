@@ -1,7 +1,5 @@
 """NumPy and threads: the CPU time of a call over its wall time is the number of cores that it keeps busy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 

@@ -13,8 +13,6 @@ The rounding errors of a row are independent of each other and of x, so the outp
 error of the weight.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

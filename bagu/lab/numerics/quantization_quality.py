@@ -8,8 +8,6 @@ GGUF's are dequantized when they are loaded, so only their weights are rounded. 
 int8 with int8 and int4, Q8_0 with both GGUF types, and fp32 with fp8.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import tempfile

@@ -9,8 +9,6 @@ in fp64). Attention is causal here, as in a decoder: the first rows have few key
 negative, every exp is zero and the row is 0 / 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

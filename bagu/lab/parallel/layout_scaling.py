@@ -7,8 +7,6 @@ The global batch is fixed, so more GPUs have fewer tokens each: FSDP gathers all
 cannot have more ranks than sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

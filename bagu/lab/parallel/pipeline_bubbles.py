@@ -9,8 +9,6 @@ forwards and backwards, over the time from the first start to the last end; the 
 because other load on the machine only adds idle time. Each process needs a core of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import get_args

@@ -6,8 +6,6 @@
 Two processes run real steps of a small decoder with bagu.parallel.pipeline, and the bytes are those of its messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

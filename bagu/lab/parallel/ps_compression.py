@@ -4,8 +4,6 @@ A worker of a parameter server sends (key, value) pairs. Values are fp32 numbers
 a dense layer are consecutive, and sorted sparse keys have small gaps.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 

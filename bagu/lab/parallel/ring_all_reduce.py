@@ -8,8 +8,6 @@ Both are written out over point-to-point messages, and the bytes are those of th
 machine: a message is a copy, and where ranks share cores a round also waits for the other ranks' turns.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

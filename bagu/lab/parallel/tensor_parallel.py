@@ -8,8 +8,6 @@ collective. The ranks are simulated: this process is rank 0 of a group whose col
 exact and results are meaningless. A layer is the difference between models of two layers and of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

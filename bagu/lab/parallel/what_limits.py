@@ -6,8 +6,6 @@ links         communication that computation does not hide
 idle          pipeline bubble and host
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from bagu.errors import BaguError

@@ -9,8 +9,6 @@ are fp32, so that in bf16 the parameters count half; the embedding and the head 
 2 and 3 repeat their communication for every micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

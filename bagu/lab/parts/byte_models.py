@@ -1,8 +1,6 @@
 """Models that read the standard library as bytes, for labs that compare architectures: small tokens make the positions
 and the attention matter most."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import NamedTuple
 

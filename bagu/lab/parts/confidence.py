@@ -1,7 +1,5 @@
 """Confidence intervals over a few seeds or rounds."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

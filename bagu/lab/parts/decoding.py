@@ -1,7 +1,5 @@
 """The time of the engine's decode steps at a given batch and context, for labs."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Literal

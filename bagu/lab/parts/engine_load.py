@@ -4,8 +4,6 @@ On a CPU the engine has one thread and the time of a step is its CPU time: other
 clock would count as service, do not change the result. On a GPU it is the wall clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

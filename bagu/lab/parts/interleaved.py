@@ -1,7 +1,5 @@
 """Interleaved timing: several implementations are timed in turn, so that other load on the machine affects all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from bagu.machine.timing import measure

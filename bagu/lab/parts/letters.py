@@ -1,7 +1,5 @@
 """A policy over eight letters, with prompts and rollouts on the real engine: reinforcement learning in seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

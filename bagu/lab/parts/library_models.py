@@ -1,7 +1,5 @@
 """Small language models of the standard library, trained inside a lab and scored on the serving engine."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

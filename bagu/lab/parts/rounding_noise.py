@@ -6,8 +6,6 @@ the number of steps, so the noise follows from the expected square of that maxim
     P(max |x| <= u) = prod_i erf(u / (sqrt(2) s_i))        E[max^2] = integral of 2 u (1 - P(max |x| <= u)) du
 """
 
-from __future__ import annotations
-
 import torch
 
 POINTS, REACH = 20_000, 10.0  # of the integral, and its end in standard deviations: 2^64 numbers stay below 10

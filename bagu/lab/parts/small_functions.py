@@ -9,8 +9,6 @@ The comment is the prompt. Two thirds of the functions pass the strict checks of
 an argument unread or have one statement.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

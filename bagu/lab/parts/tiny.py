@@ -1,7 +1,5 @@
 """The builder of the labs' small decoders."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bagu.nn.config import ModelConfig

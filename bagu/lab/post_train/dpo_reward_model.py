@@ -9,8 +9,6 @@ see the same pairs in the same order. Each is trained in three orders: two rewar
 either, and their agreement is what the agreement of DPO with a reward model is compared with.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import statistics

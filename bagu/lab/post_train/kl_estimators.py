@@ -11,8 +11,6 @@ position; many batches show what a training step would see.
     categorical   random logits, and the same logits with Gaussian noise added
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product

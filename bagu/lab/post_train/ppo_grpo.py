@@ -8,8 +8,6 @@ PPO samples one answer to each prompt and learns a baseline for every token (the
 eight answers to each prompt and takes their mean as the baseline. Each has the best of several learning rates.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Sequence

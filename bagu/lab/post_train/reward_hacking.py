@@ -8,8 +8,6 @@ every policy is judged by both. A reward is hacked if training raises it and low
 strict checks.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Sequence

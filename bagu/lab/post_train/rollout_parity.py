@@ -7,8 +7,6 @@ weights, but the engine samples token by token from a KV cache, and the trainer 
 another order, and quantized weights are other numbers. In invariant mode both use the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Literal, NamedTuple

@@ -11,8 +11,6 @@ client waits, and loses none. W counts from the step that takes a request. A cli
 may be in the middle of the step before, gets a larger λW; the difference is reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

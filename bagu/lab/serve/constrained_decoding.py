@@ -10,8 +10,6 @@ difference in the probability of any set of outputs. 1 / valid mass is the numbe
 cost of exact sampling by rejection.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ the step times; waiting for an arrival takes no time (the clock jumps), so a run
 delivered with its last token, not with its batch, which favours the static ones.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,6 @@ weight for two FLOPs; more sequences share that read, so tokens/s grow with the 
 or products the time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product

@@ -8,8 +8,6 @@ Training has every token of the text in advance, so it uses all rows of one forw
 cache could save nothing. It would only split one product of L rows into L products of one row.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -8,8 +8,6 @@ steps in which some requests wait, because then memory is the limit.
 Both directions have a cost: large pages are partly empty, small ones make tables long and the gather scattered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 

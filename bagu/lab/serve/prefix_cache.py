@@ -10,8 +10,6 @@ last, not first, so prompts go through the full pool; without a cache they stay 
 processor's caches.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ and has no such formula: each step is longer when more requests run. A request t
 latency grows because it shares the steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product

@@ -8,8 +8,6 @@ A step with k drafts computes k + 1 tokens of each sequence. Where a step's time
 are free; where it is arithmetic, they cost k + 1 times as much. A batch moves a step from the first to the second.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ A linear model with features of standard deviation 1 and `ratio`: the curvature 
 scale, so the condition number of the loss is ratio². Adam divides each coordinate's step by the size of its gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -8,8 +8,6 @@ Answers of unequal length are packed into micro-batches; only their tokens are t
 of one batch with all documents is the truth, in fp64. (The fault was in transformers until October 2024.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

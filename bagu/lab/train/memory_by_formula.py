@@ -8,8 +8,6 @@ On a GPU, measured is the allocator's peak of a step. On a CPU it is what exists
 gradients, optimizer state and every tensor that autograd saved in a real forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ With v = −lr · v' they are the same as long as lr does not change; a step of 
 torch's form and only the new gradient in the classical one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

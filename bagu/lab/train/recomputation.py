@@ -8,8 +8,6 @@ By the textbook a backward costs twice a forward, so that a second forward makes
 than that (the head and the loss are not), and what memory sets the time of (norms, activations) is not in that count.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence

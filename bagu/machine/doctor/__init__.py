@@ -3,8 +3,6 @@
 Three stages: `collect` reads (and measures) the machine, `diagnose` finds problems, `render` prints them.
 """
 
-from __future__ import annotations
-
 from bagu.machine.doctor.diagnose import Finding, diagnose
 from bagu.machine.doctor.render import render, to_json
 from bagu.machine.doctor.report import Report, collect

@@ -4,8 +4,6 @@ A *fault* makes results wrong, slow or impossible and sets the exit status. *adv
 no fault was found. Each finding has one line of title and one line of advice.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

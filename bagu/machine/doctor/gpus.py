@@ -3,8 +3,6 @@
 `nvml` fills these; `diagnose` and `render` read them; tests build them by hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

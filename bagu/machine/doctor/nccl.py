@@ -4,8 +4,6 @@ Two versions on the loader's paths are a common fault: ranks that load different
 collective, and LD_LIBRARY_PATH decides which version a rank loads.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

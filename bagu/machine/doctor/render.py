@@ -1,7 +1,5 @@
 """Render: print a Report and its findings as rich tables (eight GPUs fit in 80 columns) or as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Collect: read everything `bagu doctor` reports into one value; `dataclasses.asdict` turns it into JSON."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ a process counts; tracing and other processes' memory, keys, io_uring, bpf, perf
 and whatever a later kernel adds. The numbers of x86-64 and riscv64 are from the kernel's tables and were not run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

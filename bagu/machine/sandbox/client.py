@@ -1,7 +1,5 @@
 """The caller's side of the sandbox."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import queue

@@ -1,7 +1,5 @@
 """Messages between the caller and a helper process: JSON frames with a length prefix."""
 
-from __future__ import annotations
-
 import json
 import struct
 from dataclasses import dataclass

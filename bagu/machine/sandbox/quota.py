@@ -5,8 +5,6 @@ program above its quota; what the program writes within such an interval (about 
 that time, and is deleted with the rest.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

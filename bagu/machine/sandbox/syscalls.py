@@ -1,7 +1,5 @@
 """System calls that Python 3.11 has no function for, through libc. Each raises OSError with the call's name."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """torch.nn's MultiheadAttention with bagu's kernels. Masks, weights and other rare arguments run torch's forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """torch.nn's TransformerEncoderLayer from the layers of this package. Masks run torch's own forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ The ops of Linear and Conv2d are torch's own functions on a GPU, and in fp32 on 
 forward directly there.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

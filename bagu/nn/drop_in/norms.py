@@ -1,7 +1,5 @@
 """RMSNorm written by others: transformers has a class of its own per family, all with the same numbers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ Only the class of a module changes. Its parameters, buffers, hooks, tied weights
 before, and an optimizer made earlier stays valid.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The loss is the mean of |log(predicted / measured)| of step times over the calib
 constant has a physical range; coordinate descent tries steps up and down, and halves them when none helps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 

@@ -4,8 +4,6 @@ Each was set once, to minimize the error over the calibration rows alone (`pytho
 rows.py names the sources). They are the same for every model, cluster and source.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

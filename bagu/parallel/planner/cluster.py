@@ -6,8 +6,6 @@
 are left out come from the preset of that GPU. GB are 10^9 bytes.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ counts. Latency is per step: the ranks of a ring (all-gather, reduce-scatter), o
 (all-reduce, which NCCL runs as a tree where the ring would be long).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

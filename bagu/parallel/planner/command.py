@@ -1,7 +1,5 @@
 """`bagu plan`, `bagu plan validate` and `bagu plan --serve`: read the arguments, print a table or JSON, write pages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

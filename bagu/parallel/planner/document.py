@@ -3,8 +3,6 @@
 This module owns the text between the two marks. `--check` writes nothing and fails if the document is out of date.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ many ranks running as the step will have. A step is a forward and backward of ea
 all gradients, and AdamW.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import statistics
 import tempfile

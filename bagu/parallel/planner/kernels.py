@@ -7,8 +7,6 @@ has a part that does not depend on K. The library picks the fastest of a few til
 rates measured by sequence length and head size.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -4,8 +4,6 @@ Activations are those that the stack's kernels keep for the backward (`Software.
 a pipeline stage holds at one time. The first stage holds most of them, the last the logits: the larger one counts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

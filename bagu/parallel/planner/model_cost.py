@@ -5,8 +5,6 @@ A product with a weight is a `Linear(n, k)`: [tokens, k] x [k, n]. Tensor parall
 parameters and FLOPs with bagu.nn.count, which records a real forward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

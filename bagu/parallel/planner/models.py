@@ -1,7 +1,5 @@
 """The models that `--model` names: bagu's presets, well-known published shapes, and config.json files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

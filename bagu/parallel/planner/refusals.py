@@ -1,7 +1,5 @@
 """What cannot be planned, one sentence each: what was given, and what would work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

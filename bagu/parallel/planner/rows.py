@@ -4,8 +4,6 @@ inputs and measured seconds.
 The constants in calibration.py are set with the rows of `CALIBRATE` alone. The rows of `JUDGE` only judge.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass, replace

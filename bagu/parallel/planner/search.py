@@ -1,7 +1,5 @@
 """The layouts to consider: every way to divide the GPUs, with the options of each, pruned by what cannot run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

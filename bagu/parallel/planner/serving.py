@@ -10,8 +10,6 @@ of prefill per request, t(B) seconds per decode step and N output tokens,
 The plan takes the largest batch that meets both targets and whose KV cache fits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ These are facts about each stack, stated with their source, not fitted. By defau
 the others describe the stacks behind the published tables.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@
 m micro-batches, v stages per rank; the second term is the bubble of 1F1B and interleaved 1F1B with unequal stages.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 import numpy as np

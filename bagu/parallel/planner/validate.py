@@ -5,8 +5,6 @@ the machine) whose measured throughput differs by 5 % or more, in sets of 8 rows
 prediction puts in the measured order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations

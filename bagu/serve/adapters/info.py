@@ -1,7 +1,5 @@
 """What the other parts know of an adapter. Imports no torch: the HTTP server's process uses it too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

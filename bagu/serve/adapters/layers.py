@@ -11,8 +11,6 @@ the old ones are then captured again.
 Dims: T = tokens, K = inputs, N = outputs, L = slots, R = rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -7,8 +7,6 @@ Every load has a number of its own, which is the root of its prefix cache keys (
 between adapters nor between two loads of one name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chat clients that stream answers: from a server over HTTP, or from an engine in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Ctrl-C stops an answer and keeps the text so far; at the prompt it clears the li
 characters in the model's output are printed as symbols, so the terminal does not execute them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

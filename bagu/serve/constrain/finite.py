@@ -6,8 +6,6 @@ this", over the keywords that make a value contain others; all other keywords co
 without a finite instance are refused.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from urllib.parse import unquote
 

@@ -4,8 +4,6 @@ A thread that is started waits for the GIL, and the other one gives it up only w
 engine's thread waits until this one runs, and goes on when the task releases the GIL, which it should do at once.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import partial

@@ -13,8 +13,6 @@ follow. If the matcher reaches one of its limits, the choice fails (`Masks.failu
 Dims: R = rows of a step, W = words of 32 tokens.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq

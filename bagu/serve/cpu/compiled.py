@@ -19,8 +19,6 @@ activations, it computes all prompts, and is the only copy.
 LoRA adapters (low_rank.py) are fp32 in every case.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ of its source, permuted as the copy permutes them. So if a tensor consists of so
 after any reshape, `Dataflow` finds these columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

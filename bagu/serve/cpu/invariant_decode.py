@@ -11,8 +11,6 @@ ms of a step of the 8M model (fp32, one Neoverse-N1 core, CPU time, other work o
     Transformer.forward                  25      52
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 The gain of a norm that is multiplied into a weight is multiplied into A too. The scale is in B already.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Mapping

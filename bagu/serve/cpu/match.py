@@ -13,8 +13,6 @@ raises `Mismatch`; the model then decodes by `Transformer.forward`.
 Dims: S = sequences = new tokens, H = heads, G = key heads, D = features of a head.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

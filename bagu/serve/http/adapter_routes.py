@@ -1,7 +1,5 @@
 """`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from fastapi import Request

@@ -3,8 +3,6 @@
 Waiting for the engine never blocks the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import struct

@@ -4,8 +4,6 @@ While a call waits, `ClientCall` watches for its disconnect and then aborts its 
 after the current step. Nothing is polled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import types

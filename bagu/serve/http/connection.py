@@ -8,8 +8,6 @@ HTTP/1.0 clients      a stream is sent without chunked encoding and ends with th
 shutdown              calls that still run are failed (`on_deadline`) before uvicorn cancels their tasks
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The errors that the API returns, in OpenAI's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 (serve/repository), and everything else in this folder is the same for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol

@@ -11,8 +11,6 @@
 Usage is counted in memory: it starts at 0 when the server starts. A day begins at 00:00 UTC.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """The options of the HTTP server."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Chat responses with reasoning and tool calls, parsed from the text of each choice (message/parser.py)."""
 
-from __future__ import annotations
-
 import secrets
 import string
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ records the latencies. A call reads all its new events at once, so a slow client
 delays another client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

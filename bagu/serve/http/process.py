@@ -5,8 +5,6 @@ crash, a kernel fault or `kill -9` ends the engine process only: pending calls f
 with it, and the process is started again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import signal

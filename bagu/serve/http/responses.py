@@ -5,8 +5,6 @@ where a dict and `json.dumps` take 5.6 µs. `finish_reason: null` is in every ch
 clients read the key.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

@@ -1,7 +1,5 @@
 """What all groups of routes share: the models, reading a body, and running a generation."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

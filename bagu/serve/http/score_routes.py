@@ -1,7 +1,5 @@
 """`/v1/score` and `/v1/rerank`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid

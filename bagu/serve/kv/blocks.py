@@ -16,8 +16,6 @@ This module does not touch device memory: `reserve` returns a copy-on-write as (
 copies the block before the plan writes to it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

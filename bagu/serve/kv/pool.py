@@ -1,7 +1,5 @@
 """The size of the KV pool: block size, number of blocks that fit the memory, and the longest sequence."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """How the messages of one request are parsed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bagu.serve.message.forms import ToolForm

@@ -8,8 +8,6 @@ deepseek_v3   its markers around "function", the name, and a fenced JSON block  
 deepseek_v31  its markers around the name and the arguments                       DeepSeek V3.1
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

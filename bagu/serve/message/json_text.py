@@ -1,7 +1,5 @@
 """A JSON value read character by character: `Malformed` is raised at the first character that is not JSON."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

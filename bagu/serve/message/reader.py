@@ -3,8 +3,6 @@
 A parser decides by the characters alone, so its result does not depend on how the text was cut into pieces.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Generator, Sequence
 from typing import TypeVar

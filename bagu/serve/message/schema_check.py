@@ -1,7 +1,5 @@
 """A check of JSON Schemas: the errors that would otherwise appear only when a grammar is made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

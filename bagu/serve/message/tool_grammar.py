@@ -3,8 +3,6 @@
 A marker that is a control token of the model (`[TOOL_CALLS]`) is written as its token: no text is encoded as one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The page loads nothing from other servers; the Content-Security-Policy in `HEADE
 becomes DOM text nodes, never an HTML string; `require-trusted-types-for` enforces this too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files

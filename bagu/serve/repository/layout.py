@@ -8,8 +8,6 @@
 The files are read when the server starts and when a version is loaded; the server writes none of them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

@@ -5,8 +5,6 @@ others finish theirs, and their processes end. If it does not start, nothing has
 the others stay loaded until the new version has passed its trial, and get the traffic back if it does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The models of a repository as the HTTP server sees them (`Models`)."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence

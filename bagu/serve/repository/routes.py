@@ -1,8 +1,6 @@
 """The HTTP routes of a repository: list, load, unload, promote, set weights. Changes need an API key with `admin`, if
 the server has keys."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Annotated, Any
 

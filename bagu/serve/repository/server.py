@@ -1,7 +1,5 @@
 """`bagu serve REPOSITORY`: the main function of the HTTP server's process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bagu.errors import BaguError

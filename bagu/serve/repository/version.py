@@ -1,7 +1,5 @@
 """One version of a model: an engine process while it is loaded, and its metrics."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

@@ -9,8 +9,6 @@ The share of right guesses is kept for each position of a proposal, because text
 guess at the beginning nothing follows, and after five right ones the sixth is almost certain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 
 DECAY = 0.8  # of a proposal with every later one: the last five count

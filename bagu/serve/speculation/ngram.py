@@ -8,8 +8,6 @@ position only advances: the source of a long match is kept although its last n t
 such a match up to four other tokens are taken for an edit, and the next token is searched nearby in the source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from itertools import count
 

@@ -7,8 +7,6 @@ whose text does not repeat has no expected drafts and runs as without speculatio
 costs more than it brings verifies nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol

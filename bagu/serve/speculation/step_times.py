@@ -7,8 +7,6 @@ after a while: a few slow samples (a graph is captured, another process takes th
 good.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from statistics import median_low

@@ -8,8 +8,6 @@ A message is 4 bytes of length and a pickle. If rank 0 ends, its pipes close and
 `lost` says how. A collective of rank 0 then raises with Gloo, but waits for ever with NCCL: a thread ends the process.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

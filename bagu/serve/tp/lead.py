@@ -5,8 +5,6 @@ other ranks see plans. A plan has a few numbers per token and sequence; a step a
 parallel/inference.py lists.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

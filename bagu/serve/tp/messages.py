@@ -1,7 +1,5 @@
 """The messages from rank 0 to the other ranks, in the order in which an engine sends them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The part of a model that a rank has: rank 0 cuts the whole model and sends each rank its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -3,8 +3,6 @@
 python -c "from bagu.serve.tp.rank import main; main()" RANK RANKS PORT DEVICE      (started by group.py)
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import queue

@@ -4,8 +4,6 @@ A message has the format of `multiprocessing.connection.Connection`: 4 bytes of 
 pickle. `StepEvents` with only tokens, sent for every step, begins with `STEP_TAG` and is encoded with `marshal`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import marshal
 import pickle

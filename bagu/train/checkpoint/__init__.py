@@ -14,8 +14,6 @@ behind and does not change earlier checkpoints. Tensors are stored by name and i
 on the layout or the compute dtype of the run that wrote it.
 """
 
-from __future__ import annotations
-
 from bagu.train.checkpoint.folder import (
     MANIFEST,
     MODEL,

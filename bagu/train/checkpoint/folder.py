@@ -1,7 +1,5 @@
 """The folder with the checkpoints of a run: their names, which ones pass verification, which ones are kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

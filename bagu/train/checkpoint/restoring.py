@@ -1,7 +1,5 @@
 """Read a verified checkpoint: into the state of a run, or only the tensors of its model."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

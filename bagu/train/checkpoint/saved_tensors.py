@@ -6,8 +6,6 @@ has start and shape. Any range of a tensor can be read from either: a checkpoint
 it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A save that fails (a full disk) does not stop the run, because stopping would lo
 records it and the next save tries again. The last save of a run must succeed, and raises if it fails.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

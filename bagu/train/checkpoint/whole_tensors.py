@@ -5,8 +5,6 @@ ranges of the flat order. Gathering goes the other way, one tensor at a time, an
 checkpoint of a divided model is that of one process, and any mesh can read it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

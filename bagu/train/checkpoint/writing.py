@@ -1,7 +1,5 @@
 """Write one checkpoint: copy the state to host memory, write and sync its files, rename the folder when complete."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

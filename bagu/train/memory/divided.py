@@ -5,8 +5,6 @@ The caller's model stays whole, but has no memory in the meantime: a copy of it 
 run gather the whole model on every rank, so that whatever takes a model gets an ordinary one.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator, Sequence

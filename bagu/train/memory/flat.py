@@ -13,8 +13,6 @@ A hook moves each gradient out of autograd as soon as it is complete (gradients.
 are summed over the ranks; sharded.py divides the buffers over them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The weights of a model's linear layers in fp8, rounded anew after every update (nn/fp8.py multiplies with them)."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.errors import ArgumentError, BackendError

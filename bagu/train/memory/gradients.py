@@ -10,8 +10,6 @@ summed; a bucket or unit has parameters of one spread.
 is reduce-scattered when it is complete: m micro-batches cost m reduce-scatters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Protocol

@@ -10,8 +10,6 @@ so that d divides it: nothing where d divides ALIGN. With `offload`, master and 
 step copies this rank's gradient there, the host updates, and the parameters are gathered from there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

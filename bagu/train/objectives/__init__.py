@@ -1,7 +1,5 @@
 """Objectives, one file each. Every module here, in `rl` and in `preference` is imported: that registers its `kind`."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """Distillation: train a student to predict what a teacher predicts, token by token, on texts or chats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

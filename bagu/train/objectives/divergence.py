@@ -12,8 +12,6 @@ The logits of both models exist for one chunk of tokens at a time. The token wei
 gradient of a chunk's logits is computed there too, as in `ops.linear_cross_entropy_loss`, and the backward scales it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

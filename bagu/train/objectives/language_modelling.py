@@ -1,7 +1,5 @@
 """Pretraining: predict each next token of a text. Continued pretraining is the same objective with `init_from`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Masked language modelling (BERT): mask some tokens of a text and predict them from the tokens on both sides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

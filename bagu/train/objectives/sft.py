@@ -4,8 +4,6 @@ Chats are tokenized whole. If some are longer than the context, a second store h
 (bagu/data/chat_cut.py). What the plan, data.json and the report say about long chats is the difference of the two.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

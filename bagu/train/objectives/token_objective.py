@@ -1,7 +1,5 @@
 """The common part of objectives over token stores: the cross-entropy of target tokens, and batches of the stores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ machine.
 https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 (the factor)
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ State is one flat tensor per quantity and segment, allocated only here. Adam and
 the flat tensors if torch has one for the device (CPU, CUDA): one pass over memory instead of six.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast

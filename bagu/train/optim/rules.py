@@ -6,8 +6,6 @@ decoupled (θ shrinks by ηλ) in AdamW, Lion and Muon, as in their papers. Muon
 shapes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ it prefers is between 1/2 and 1. The expected calibration error (https://arxiv.o
 between confidence and accuracy over bins of confidence; the Brier score is the mean squared error of the probability.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

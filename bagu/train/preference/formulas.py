@@ -12,8 +12,6 @@
 smoothing times that of the swapped pair (conservative DPO, https://ericmitchell.ai/cdpo.pdf).
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

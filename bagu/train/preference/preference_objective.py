@@ -1,7 +1,5 @@
 """The common part of objectives over preferences: their corpora, tokens and batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self

@@ -6,8 +6,6 @@ is exactly that of a reference computed with the step. The key covers the initia
 resumed run finds its file, and another run does not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -9,8 +9,6 @@ engine computed when it sampled.
     Dr. GRPO    https://arxiv.org/abs/2503.20783        k1 to k3   http://joschu.net/blog/kl-approx.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

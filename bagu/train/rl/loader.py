@@ -11,8 +11,6 @@ Everything is a function of the weights, the seed, and the numbers in the cursor
 next prompts are drawn, at most `max_draws` times; then one step is counted without an update.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -1,7 +1,5 @@
 """Log-probabilities of the targets of a batch: what the losses of preferences, rewards and policies are made from."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu import ops

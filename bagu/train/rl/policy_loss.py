@@ -8,8 +8,6 @@
 forward of its own. Without a cap `old` is the engine, and the ratio contains the difference between both.
 """
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence

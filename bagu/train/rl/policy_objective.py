@@ -1,7 +1,5 @@
 """The common part of objectives that sample answers and learn from their rewards: settings, prompts, display."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bagu.config import ConfigError

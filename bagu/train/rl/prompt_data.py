@@ -1,7 +1,5 @@
 """The data of objectives that train on answers of the model: prompts, which a RolloutLoader gives to an engine."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A reward is a function of the prompt, the completion and the facts of the prompt
 a function of a user's file, a built-in one, or a trained reward model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Counts over the answers of a rollout, and the metrics and curves that are made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ shift.py      RoPE's inner product if both positions are shifted, in several pre
 lengths.py    models of each encoding, trained at L tokens and evaluated at 4 L
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

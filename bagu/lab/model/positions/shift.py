@@ -6,8 +6,6 @@ The error comes from the angle, position times frequency: its rounding error gro
 and sin those of another angle. bf16 has 8 bits: it cannot represent position 257 and rounds it to 256.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu import ops

@@ -13,8 +13,6 @@ shallower model post-norm gains less: ×1.5 at 4 layers. A quick run therefore s
 the rest.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

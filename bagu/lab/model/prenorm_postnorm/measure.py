@@ -5,8 +5,6 @@ token, at the entropy of the batch's token frequencies; LEARNED is therefore a f
 a run short and free of noise. There is no clipping, because clipping is another remedy.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ letter of text from the standard library. All are without noise and have few par
 Newton's method. Weight decay is 0, so that all minimize the same function; AdamW is then Adam with other betas.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

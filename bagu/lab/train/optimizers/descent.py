@@ -8,8 +8,6 @@
 A step of Newton's method is one Hessian, for any number of tried μ.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Functions to minimize: a quadratic, Rosenbrock's function, and a small network on text. None has noise."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -1,7 +1,5 @@
 """The body of `/v1/chat/completions`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 

@@ -5,8 +5,6 @@ because they ask for the behaviour that this server has; null is always accepted
 `user`, `metadata` and the like do not change the response, and clients send fields of many other servers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

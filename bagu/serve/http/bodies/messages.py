@@ -1,7 +1,5 @@
 """The messages of a chat request, and what the chat template gets of them."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

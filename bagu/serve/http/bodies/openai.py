@@ -5,8 +5,6 @@ other servers send them. A field that other servers support and this one does no
 response that ignores it would be wrong.
 """
 
-from __future__ import annotations
-
 import re
 import time
 import uuid

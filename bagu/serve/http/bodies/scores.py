@@ -4,8 +4,6 @@ An encoder compares the embeddings of two texts by their cosine. A reward model 
 the user's message and the second as the answer.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar
 
 from pydantic import Field

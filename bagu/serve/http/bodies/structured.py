@@ -4,8 +4,6 @@ Both become a `Grammar`. A schema is always enforced, with and without `strict`.
 this server does not have are refused.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

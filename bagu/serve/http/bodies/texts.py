@@ -6,8 +6,6 @@ before all of it is tokenized. For a chat, that text is everything that the temp
 then what the template made of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

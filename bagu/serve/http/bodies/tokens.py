@@ -1,7 +1,5 @@
 """The bodies of `/tokenize` and `/detokenize`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field

@@ -6,8 +6,6 @@ named     the same with one call of this function.
 none      the prompt does not contain the tools.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

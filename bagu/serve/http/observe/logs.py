@@ -3,8 +3,6 @@
 The server's other messages (uvicorn's) become JSON lines too, so that a log collector reads one format.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

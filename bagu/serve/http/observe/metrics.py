@@ -4,8 +4,6 @@ Metrics that vLLM also has use its names, so that its dashboards work. Times are
 token's time is the arrival of its event from the engine process.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections import Counter, deque

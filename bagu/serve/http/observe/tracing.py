@@ -9,8 +9,6 @@ Attributes use the names of OpenTelemetry's semantic conventions for generative 
 header continues the client's trace.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ The schemas of request bodies come from the pydantic models that validate them (
 loaded model filled in: its names, vocabulary size and longest sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`/docs`: the OpenAPI document as one HTML page, without scripts and without external resources."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from html import escape

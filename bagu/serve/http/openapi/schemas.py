@@ -4,8 +4,6 @@ The chunks of a stream have the same fields; document.py describes them in text,
 sequence of events.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict

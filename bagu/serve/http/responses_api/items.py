@@ -6,8 +6,6 @@ function_call_output  the result of a call
 reasoning             the assistant's reasoning before its next message
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

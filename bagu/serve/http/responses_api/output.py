@@ -9,8 +9,6 @@ for each item:  output_item.added
 response.completed, or response.incomplete if max_output_tokens ended it
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 from typing import Any

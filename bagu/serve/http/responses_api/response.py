@@ -1,7 +1,5 @@
 """The response to `POST /v1/responses`, as one body or as events."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable
 from typing import Any

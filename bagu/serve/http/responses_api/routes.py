@@ -1,7 +1,5 @@
 """The routes of the Responses API."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from fastapi import Request

@@ -4,8 +4,6 @@ A response belongs to the API key that created it. Owner and id together are the
 another owner is not found in the same time and with the same words as one that does not exist.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
