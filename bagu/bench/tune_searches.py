@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bagu.ops.tuning.store import Kind, Measurement, Record, Winner, winners
 
@@ -71,25 +71,4 @@ def _point(key: Key, own: Sequence[Measurement]) -> Point:
         options=key, status=own[-1].status, median_s=statistics.median(times) if times else 0.0,
         samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
         timed=bool(times),
-    )  # fmt: skip
-
-
-def summarized(records: Iterable[Record]) -> list[Record]:
-    """The last result of each search, and one measurement for each set of options instead of one for each round."""
-    kept = list(records)
-    last = winners(kept)
-    found: dict[tuple[Kind, Key], list[Measurement]] = {}
-    for m in (r for r in kept if isinstance(r, Measurement) and r.kind in last):
-        found.setdefault((m.kind, tuple(m.options.items())), []).append(m)
-    return [*(_combined(own) for own in found.values()), *last.values()]
-
-
-def _combined(own: Sequence[Measurement]) -> Measurement:
-    def median(name: str) -> float | None:
-        values = [getattr(m, name) for m in own if getattr(m, name) is not None]
-        return statistics.median(values) if values else None
-
-    return replace(
-        own[-1], median_s=median("median_s"), low_s=median("low_s"), high_s=median("high_s"),
-        samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
     )  # fmt: skip

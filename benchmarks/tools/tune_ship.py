@@ -7,14 +7,37 @@ round. Results of other devices in the shipped store stay; those of the same kin
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bagu.bench.tune_report import current
-from bagu.bench.tune_searches import summarized
+from bagu.bench.tune_searches import Key
 from bagu.errors import ArgumentError
-from bagu.ops.tuning.store import Store, shipped_store
+from bagu.ops.tuning.store import Kind, Measurement, Record, Store, shipped_store, winners
+
+
+def summarized(records: Iterable[Record]) -> list[Record]:
+    """The last result of each search, and one measurement for each set of options instead of one for each round."""
+    kept = list(records)
+    last = winners(kept)
+    found: dict[tuple[Kind, Key], list[Measurement]] = {}
+    for m in (r for r in kept if isinstance(r, Measurement) and r.kind in last):
+        found.setdefault((m.kind, tuple(m.options.items())), []).append(m)
+    return [*(_combined(own) for own in found.values()), *last.values()]
+
+
+def _combined(own: Sequence[Measurement]) -> Measurement:
+    def median(name: str) -> float | None:
+        values = [getattr(m, name) for m in own if getattr(m, name) is not None]
+        return statistics.median(values) if values else None
+
+    return replace(
+        own[-1], median_s=median("median_s"), low_s=median("low_s"), high_s=median("high_s"),
+        samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
+    )  # fmt: skip
 
 
 def ship(source: Store, target: Store, without: Sequence[str] = ()) -> int:

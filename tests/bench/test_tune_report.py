@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bagu.bench import tune_report
-from bagu.bench.tune_searches import Search, searches, summarized
+from bagu.bench.tune_searches import Search, searches
 from bagu.cli import main
 from bagu.errors import ArgumentError
 from bagu.ops.catalogue import SPECS
@@ -19,7 +19,7 @@ from bagu.ops.tuning.missing import Missing
 from bagu.ops.tuning.source import source_hash
 from bagu.ops.tuning.store import Kind, Measurement, Store, Winner, shipped_store, user_store
 from benchmarks.tools import tune_table
-from benchmarks.tools.tune_ship import ship
+from benchmarks.tools.tune_ship import ship, summarized
 
 KIND = Kind(
     op="softmax", step="forward", dtype="bfloat16", shapes=(("x", (64, 4096)),), device="NVIDIA H200",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bagu.parallel.planner import collectives as comm
-from bagu.parallel.planner import gloo, kernels
+from bagu.parallel.planner import kernels
 from bagu.parallel.planner.calibration import CALIBRATION
 from bagu.parallel.planner.cluster import CLUSTERS, GPUS
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
@@ -16,6 +16,7 @@ from bagu.parallel.planner.model_cost import model_cost
 from bagu.parallel.planner.models import MODELS
 from bagu.parallel.planner.software import STACKS
 from bagu.parallel.planner.step import step_time
+from benchmarks.tools import plan_gloo
 
 A100, H100 = CLUSTERS["a100"], CLUSTERS["h100"]
 
@@ -126,11 +127,11 @@ def test_many_layouts_at_once_equal_each_alone() -> None:
 
 def test_a_cpu_cluster_predicts_compute_and_all_reduce() -> None:
     """6M parameters at 20 GFLOP/s; two ranks add 4 bytes per parameter over the link."""
-    one = gloo.Measured(ranks=1, matmul_flops=2e10, copy_bytes_per_s=1e10, reduce_bytes_per_s=1e9, step_s=1.0)
+    one = plan_gloo.Measured(ranks=1, matmul_flops=2e10, copy_bytes_per_s=1e10, reduce_bytes_per_s=1e9, step_s=1.0)
     model = MODELS["cpu_6m"]
-    alone = gloo.predict(one, model, 4)
-    products = 4 * gloo.SEQ * model_cost(model).training_flops(gloo.SEQ) / 2e10
+    alone = plan_gloo.predict(one, model, 4)
+    products = 4 * plan_gloo.SEQ * model_cost(model).training_flops(plan_gloo.SEQ) / 2e10
     assert products < alone < 2 * products
-    added = gloo.predict(replace(one, ranks=2), model, 4) - alone
+    added = plan_gloo.predict(replace(one, ranks=2), model, 4) - alone
     reduce = 2 * 1 / 2 * 4 * model_cost(model).parameters / 1e9
     assert added == pytest.approx(reduce, rel=0.01)

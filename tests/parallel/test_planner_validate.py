@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bagu.parallel.planner import document
-from bagu.parallel.planner.calibrate import RANGES, calibration_rows, loss
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.rows import CALIBRATE, JUDGE, left_out, own, read_rows, sources
 from bagu.parallel.planner.validate import Compared, Report, rank, validate
+from benchmarks.tools import plan_document
+from benchmarks.tools.plan_calibrate import RANGES, calibration_rows, loss
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "train" / "nvidia-h200.jsonl"
@@ -76,7 +76,7 @@ def test_own_rows_are_those_of_the_benchmark() -> None:
 
 def test_the_document_has_these_figures(report: Report) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert document.updated(text, report) == text, "run python -m bagu.parallel.planner.document"
+    assert plan_document.updated(text, report) == text, "run python -m benchmarks.tools.plan_document"
 
 
 def test_rows_are_complete_and_left_out_ones_say_why() -> None:

@@ -1,6 +1,6 @@
 """The constants of the cost model that no data sheet gives.
 
-Each was set once, to minimize the error over the calibration rows alone (`python -m bagu.parallel.planner.calibrate`;
+Each was set once, to minimize the error over the calibration rows alone (`python -m benchmarks.tools.plan_calibrate`;
 rows.py names the sources). They are the same for every model, cluster and source.
 """
 

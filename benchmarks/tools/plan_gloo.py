@@ -1,4 +1,4 @@
-"""`python -m bagu.parallel.planner.gloo`: predictions beside measurements for a small model on 1 to 4 Gloo ranks.
+"""`python -m benchmarks.tools.plan_gloo`: predictions beside measurements for a small model on 1 to 4 Gloo ranks.
 
 The cluster is this computer: matmul rate, memory bandwidth and all-reduce rate of one rank are measured first, with as
 many ranks running as the step will have. A step is a forward and backward of each rank's micro-batch, one all-reduce of

@@ -1,4 +1,4 @@
-"""`python -m bagu.parallel.planner.document [--check]`: the figures in docs/planner.md, from `bagu plan validate`.
+"""`python -m benchmarks.tools.plan_document [--check]`: the figures in docs/planner.md, from `bagu plan validate`.
 
 This module owns the text between the two marks. `--check` writes nothing and fails if the document is out of date.
 """
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     new = updated(text, validate())
     if "--check" in argv:
         if new != text:
-            print(f"{DOCUMENT} is out of date: run python -m bagu.parallel.planner.document", file=sys.stderr)
+            print(f"{DOCUMENT} is out of date: run python -m benchmarks.tools.plan_document", file=sys.stderr)
         return int(new != text)
     DOCUMENT.write_text(new, encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""Set the constants of calibration.py: `python -m bagu.parallel.planner.calibrate` prints them.
+"""Set the constants of calibration.py: `python -m benchmarks.tools.plan_calibrate` prints them.
 
 The loss is the mean of |log(predicted / measured)| of step times over the calibration rows (rows.CALIBRATE). Each
 constant has a physical range; coordinate descent tries steps up and down, and halves them when none helps.
