@@ -3,8 +3,6 @@
 gelu is exact, gelu_tanh its approximation by a tanh (GPT-2, Gemma).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

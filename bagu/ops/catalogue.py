@@ -1,7 +1,5 @@
 """Every op's spec, by name: the folders of this package that have a spec.py."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

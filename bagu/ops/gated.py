@@ -4,8 +4,6 @@ gate and up are packed in one tensor [*M, 2N] (gate first, the output of one mat
 Dims: M = rows (tokens), N = features of one half, K = last dim of the first tensor: 2N packed, N separate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Residual add and RMSNorm in one. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.add_rms_norm.spec import SPEC

@@ -1,7 +1,5 @@
 """Other implementations of residual add and RMSNorm, for the benchmark."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

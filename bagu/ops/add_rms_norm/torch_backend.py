@@ -1,7 +1,5 @@
 """Residual add and RMSNorm in PyTorch: the sum, then the norm of the rounded sum."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.rms_norm import torch_backend as rms_norm

@@ -4,8 +4,6 @@ Forward reads x and residual once and writes s and y once; separate ops would re
 and s and writes one gradient, which belongs to both x and residual.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.kernels.norms import forward_tile, run_backward, run_forward

@@ -1,7 +1,5 @@
 """Attention over packed segments. spec.py has its definition and cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.attention.spec import SPEC

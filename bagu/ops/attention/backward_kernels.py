@@ -8,8 +8,6 @@ kernels recompute it from q, k and lse. That takes seven products; five would be
 A sink has no value, so its gradient is -sum_i 2^(sink - lse[i]) * delta[i] (triton_backend.py).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ All other inputs (fp32 and fp64, which tensor cores would round, and older GPUs)
 blocks that fit any GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

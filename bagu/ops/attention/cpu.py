@@ -12,8 +12,6 @@ The kernel returns no gradient for a learned bias, so segments with a bias are c
 are pieces of segments with a softcap. A sink is added to the kernel's result afterwards.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple

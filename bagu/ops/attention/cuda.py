@@ -6,8 +6,6 @@
 Both take 16-bit inputs, grouped heads, and no term except the window; other calls run with all scores in memory.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.attention.shape import Shape

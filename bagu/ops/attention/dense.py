@@ -14,8 +14,6 @@ The backward recomputes P from S, so that its rows sum to 1 as exactly as possib
 and rowsum(P * dP) as rowsum(dO * O); these are equal except for the rounding of lse and O.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ converted to fp32. One core of a Neoverse-N1, 4096 tokens in segments of 256, 4 
 dtype / through fp32: bf16 37,000 / 320, fp16 2,100 / 290; the error of lse is 1.4e-4 / 5e-7.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.attention.shape import side_by_side

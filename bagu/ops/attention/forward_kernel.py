@@ -5,8 +5,6 @@
 and at the end out = o / l, lse = ln(2) * (m + log2(l)). A sink is a first score with no value: m = sink, l = 1, o = 0.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

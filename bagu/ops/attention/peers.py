@@ -1,7 +1,5 @@
 """Attention of other libraries, for the benchmark. Each function returns out, or out and lse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

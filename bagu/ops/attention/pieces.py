@@ -6,8 +6,6 @@ L * (I + W) with a window of W, and half of L * L without one, since a piece nee
 mask has only a window, adjacent pieces share the same mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ Positions i of queries and j of keys are relative to the segment's first token. 
 way round if a kernel has its scores transposed.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -12,8 +12,6 @@ Keys and values are rows of two tables, and a function returns the row indices: 
 slots of a pool. Dims: I = groups of queries, R = 16, C = 64.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -6,8 +6,6 @@ to l + 1 blocks of keys under a causal mask; for blocks of keys it is block l co
 knows an upper bound of the number of tiles; unused entries have length 0.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """BatchNorm. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.batch_norm.spec import SPEC

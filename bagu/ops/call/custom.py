@@ -6,8 +6,6 @@ to 0.2 ms of Python per call, more than most kernels take at the sizes of a smal
 traced nor intercepted, node.py runs the same two functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

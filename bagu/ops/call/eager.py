@@ -5,8 +5,6 @@ memory per operation and one autograd node per pass. So a torch backend may have
 forward and backward with fewer passes; `node` chooses between them at each call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """The rule that blocks of several products share: with many rows they run PyTorch's libraries."""
 
-from __future__ import annotations
-
 from bagu.ops.contract.core import Rule
 from bagu.ops.kernels.launch import few_rows
 

@@ -8,8 +8,6 @@ A block under torch.utils.checkpoint runs its forward again during the backward,
 `keep_for_recompute` stores the choice at the start of the block with the block and restores it for the second run.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The first cases of ops over rows, x[*M, N]. Each op adds those that its own formula and launchers need."""
 
-from __future__ import annotations
-
 from bagu.ops.contract.core import Case
 
 ROW_CASES = (

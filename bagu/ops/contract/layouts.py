@@ -16,8 +16,6 @@ Every tensor of a call has a position, and where there are gaps no two positions
 uses x's stride for dy reads the wrong memory. The gaps hold NaN (1 in integers, True in booleans).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ its values once. In debug mode (BAGU_DEBUG=1 in the environment), each eager cal
 `check_values`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Convolution. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A program computes a tile of output channels of one group and of consecutive out
 any stride, padding, dilation, groups and dtype.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The geometry of a convolution, and how its output is divided into tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

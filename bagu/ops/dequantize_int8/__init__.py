@@ -1,7 +1,5 @@
 """int8 dequantization. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

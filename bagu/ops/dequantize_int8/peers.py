@@ -1,7 +1,5 @@
 """Other implementations of int8 dequantization, for the benchmark."""
 
-from __future__ import annotations
-
 import torch
 
 

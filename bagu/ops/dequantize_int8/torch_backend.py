@@ -1,7 +1,5 @@
 """int8 dequantization in PyTorch: for CPUs and torch.compile, and as a readable formula."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.contract.signature import accumulator

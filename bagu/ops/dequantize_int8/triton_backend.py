@@ -5,8 +5,6 @@ most two rows, and each number takes the scale of its row. Rows with gaps betwee
 cut into tiles, and a scale is loaded once per program (tensor), row or column.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

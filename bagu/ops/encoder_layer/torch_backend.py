@@ -1,7 +1,5 @@
 """An encoder layer from the torch backends of its blocks."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.encoder_layer.parts import Parts

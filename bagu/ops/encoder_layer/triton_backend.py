@@ -1,7 +1,5 @@
 """An encoder layer from the Triton backends of its blocks, with residuals added by the kernels of the norms."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.encoder_layer.parts import Parts

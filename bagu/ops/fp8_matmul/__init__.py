@@ -1,7 +1,5 @@
 """A linear layer of fp8 activations and an fp8 weight. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

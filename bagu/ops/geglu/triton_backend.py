@@ -1,7 +1,5 @@
 """GeGLU on Triton: the gated kernels with s = Phi, or its tanh approximation."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.kernels.gated_kernels import TUNABLE as TUNABLE

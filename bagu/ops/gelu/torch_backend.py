@@ -1,7 +1,5 @@
 """GELU in PyTorch. PyTorch's kernels take 16-bit inputs, compute in fp32 and round once, so nothing is widened here."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

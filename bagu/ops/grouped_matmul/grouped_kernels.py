@@ -10,8 +10,6 @@ last row reads rows of the next: `rows_kernel` does not store them, and `weights
 pointers, with a mask.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

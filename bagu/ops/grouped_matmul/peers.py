@@ -1,7 +1,5 @@
 """Other implementations of grouped products, for the benchmark."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -6,8 +6,6 @@ Eager calls run the same functions as autograd nodes: the first call of a custom
 torch.func and forward-mode AD use the loop, which is ordinary PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -10,8 +10,6 @@ torch._grouped_mm computes dw where it can (bf16, aligned rows): on an H200 it t
 experts of 1536 x 2048; torch's times are without the rows past the last end, which torch._grouped_mm does not write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -4,8 +4,6 @@ One call of Philox gives four 32-bit words, for four neighbouring columns. Every
 the backward generates the noise again instead of storing it. Paper: https://doi.org/10.1145/2063384.2063405
 """
 
-from __future__ import annotations
-
 from math import prod
 
 import torch

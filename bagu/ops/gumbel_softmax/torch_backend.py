@@ -1,7 +1,5 @@
 """Gumbel-softmax in PyTorch: for CPUs and torch.compile, and as readable formulas."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.contract.signature import accumulator

@@ -6,8 +6,6 @@ largest z and the sum of exponentials relative to it) and generates the noise ag
 wide_kernels handles rows that do not fit in registers.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

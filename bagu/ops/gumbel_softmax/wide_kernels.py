@@ -2,8 +2,6 @@
 running maximum, and a second pass that writes. Also computes z, the logits with their noise, for all kernels of the op.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

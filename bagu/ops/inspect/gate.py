@@ -6,8 +6,6 @@ spec allows), needs more shared memory than a block has, reads a large aligned t
 multiplies 16-bit or int8 matrices without wgmma. TRITON_INTERPRET must be off.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

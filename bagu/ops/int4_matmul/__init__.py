@@ -1,7 +1,5 @@
 """A linear layer with a 4-bit weight. spec.py has the definition and the cost, layout.py the rounding of a weight."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

@@ -6,8 +6,6 @@ to another thread. The values less the zero point are small integers, exact in 1
 by its scale in fp32.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

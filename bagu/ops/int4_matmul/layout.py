@@ -1,7 +1,5 @@
 """The memory layout of 4-bit weights, and rounding to it. spec.py of this folder has the definition."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

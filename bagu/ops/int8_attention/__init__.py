@@ -1,7 +1,5 @@
 """Attention with int8 queries and keys, for inference. spec.py has its definition and cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

@@ -7,8 +7,6 @@ score, because 2^(s * step - m) is one fused multiply-add and one exp2 as before
 values in the dtype of the values.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

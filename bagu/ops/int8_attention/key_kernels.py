@@ -1,7 +1,5 @@
 """Keys as int8: the mean of each segment and head is subtracted, then each group of keys is rounded with one scale."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Convolution of int8 images with an int8 weight. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

@@ -1,7 +1,5 @@
 """A linear layer of int8 activations and an int8 weight. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ A `Program` is a list of calls over fixed memory that runs as one call of C++: a
 100 ops, and Python takes longer for them than the C++ (serve/cpu/invariant_decode.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from enum import IntEnum

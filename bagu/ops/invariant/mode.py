@@ -27,8 +27,6 @@ depends on it. A backend may have an `invariant_backward`, if its backward compu
 Compiled code fuses and rounds differently, so it raises an error. So do ops whose kernels are not batch-invariant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any

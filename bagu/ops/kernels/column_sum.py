@@ -1,7 +1,5 @@
 """Sum of the partial weight gradients of all programs. It uses no atomics, so the result is deterministic."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -8,8 +8,6 @@ of this one. HALVES finishes the tile in two halves of its columns, which halves
 are int32 for int8, fp32 (fp64 for fp64) for floats; fp8 sums are moved to an fp32 accumulator every PARTIAL terms.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -8,8 +8,6 @@ cuBLAS is faster on a GPU with many rows. With few, the host is the limit: a cal
 through pointers with two strides, so that one kernel has every layout.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

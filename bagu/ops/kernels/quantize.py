@@ -5,8 +5,6 @@
   and its low byte is the result in two's complement (1.5 * 2^52 in fp64).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -9,8 +9,6 @@ Loads are 128 bits wide if Triton can prove that rows begin at multiples of 16 e
 move one element at a time, which costs up to 40 % of the speed.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Scalar helpers for kernels: 64-bit indices, 1 / N, 1 / sqrt(x)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

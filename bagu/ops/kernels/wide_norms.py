@@ -6,8 +6,6 @@ row; `_columns` then computes dx, dw and db of some columns of some rows with on
 gradient per column, so one program makes both passes over its row. norms.py has the formulas.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

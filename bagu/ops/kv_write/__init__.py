@@ -1,7 +1,5 @@
 """Write new keys or values to a paged cache. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

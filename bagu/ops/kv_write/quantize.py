@@ -6,8 +6,6 @@ Zeros, tiny numbers, NaN and infinities are as in `quantize_int8`: a row with an
 q = 0, so that q * scale is NaN for the whole row.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.errors import ArgumentError

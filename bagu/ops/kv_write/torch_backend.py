@@ -1,7 +1,5 @@
 """A scatter of rows in PyTorch. Nothing is copied to the host, so it can be captured in a CUDA graph."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.kv_write.quantize import quantize

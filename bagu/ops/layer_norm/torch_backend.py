@@ -1,7 +1,5 @@
 """LayerNorm in PyTorch: a formula for tracing and transforms, and PyTorch's fused kernel for eager CPU calls."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call import eager

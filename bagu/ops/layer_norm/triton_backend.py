@@ -1,7 +1,5 @@
 """LayerNorm on Triton: the kernels of kernels/norms.py."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.kernels.launch import next_power_of_2, num_sms, split_row

@@ -1,7 +1,5 @@
 """Linear attention over packed segments. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

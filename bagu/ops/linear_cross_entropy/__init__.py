@@ -1,7 +1,5 @@
 """A linear head for cross-entropy that does not keep the logits. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

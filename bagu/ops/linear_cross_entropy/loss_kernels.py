@@ -4,8 +4,6 @@ The scores of 32,768 tokens are 0.5 MB. torch would take several launches, and t
 replayed, so these launches are, each by itself: the host of an H200 takes 0.1 ms for a launch by Triton's own entry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

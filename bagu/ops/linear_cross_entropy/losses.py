@@ -1,7 +1,5 @@
 """Loss, z-loss and logprob of a token from its target logit and logsumexp. No other code computes them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -11,8 +11,6 @@ At 1,024 features the exps of a tile would take a quarter of the time of its pro
 multiprocessor, so that one computes exps while the other multiplies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

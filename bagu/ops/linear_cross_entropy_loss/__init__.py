@@ -1,7 +1,5 @@
 """The loss of a linear head, with its gradients computed in the same pass. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

@@ -1,7 +1,5 @@
 """Add the LoRA adapter of each token to the output of a linear layer. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

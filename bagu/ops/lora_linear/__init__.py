@@ -1,7 +1,5 @@
 """A linear layer in which each token may have a LoRA adapter. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

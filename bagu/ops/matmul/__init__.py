@@ -1,7 +1,5 @@
 """A linear layer with a fused epilogue. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.errors import ArgumentError

@@ -7,8 +7,6 @@ fp32 and fp64 are added term by term, without tensor cores. There the sums of ti
 each addition carried on (Kahan): one chain over K = 9,000 is 20 roundings off on an H200, a BLAS 2.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

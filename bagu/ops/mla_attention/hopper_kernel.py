@@ -10,8 +10,6 @@ Keys past the end are read as the last key, and their weights are 0. Products of
 instruction of 64 x 32 scores reads more than it multiplies), so a part of the queries is in registers.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -7,8 +7,6 @@ has rows are neighbours in the grid, so that all but one of them read the cache 
 that joins their results, are those of paged attention.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

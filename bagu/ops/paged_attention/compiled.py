@@ -1,7 +1,5 @@
 """Paged attention of decodes on a CPU by decode.cpp: keys and values are read once, in place in the pool."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -17,8 +17,6 @@ the kernels alone (lists of rows, softmax and the call add 200 to 300, on a mach
 query heads are gathered too: in place, each query head would read the keys separately.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from itertools import pairwise

@@ -10,8 +10,6 @@ start and the number of keys of each sequence.
 The kernel's causal mask is aligned at the last token, as this op's is.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.attention.cuda import on_16_bytes

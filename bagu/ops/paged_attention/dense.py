@@ -4,8 +4,6 @@ Queries are laid out as [S, L, …] and keys as [S, C, …], where L and C are t
 numbers, so avoid it for a plan with one long prefill and many decodes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.attention.shape import Shape, segment_of

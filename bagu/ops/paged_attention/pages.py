@@ -5,8 +5,6 @@ last block past the end of a sequence hold whatever the block's last owner wrote
 hide a NaN (0 * NaN is NaN), so those positions are never used in a product: they are replaced by a position in use.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Quantization to fp8 on Triton: the kernels of `quantize_int8` by row."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.contract.signature import accumulator

@@ -1,7 +1,5 @@
 """Quantization of a matrix to fp8 in both layouts. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Quantization of a matrix to fp8 in PyTorch."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.contract.signature import accumulator

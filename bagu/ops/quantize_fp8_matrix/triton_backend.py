@@ -9,8 +9,6 @@ and 3.7) moves the read of every second byte before the conversion that writes i
 same if x has more than 16 bits, and there a third launch does it.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Quantization to int8. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

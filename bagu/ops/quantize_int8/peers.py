@@ -1,7 +1,5 @@
 """Other implementations of quantization to int8, for the benchmark."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -9,8 +9,6 @@ By channel: the largest |x| of pieces of columns, a small launch that computes s
 At 6 numbers per clock and multiprocessor, 20 instructions per number are available: kernels/quantize.py has few.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

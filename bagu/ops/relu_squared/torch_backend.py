@@ -1,7 +1,5 @@
 """The square of a ReLU in PyTorch. Every operation except one product is exact, so no wider dtype is needed."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call import eager

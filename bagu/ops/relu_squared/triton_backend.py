@@ -3,8 +3,6 @@
 A contiguous tensor is processed as one long row; any other is made contiguous first.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """A plan: the allocations and launches of one kind of call, and the generated Python code that repeats them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Records host code: the tensors it allocates, the kernels it launches on them, and products of two matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ If the host code does anything else (a copy of a tensor with unsuitable strides,
 not replayed, and its host code runs each time. A plan holds no tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

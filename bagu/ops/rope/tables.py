@@ -1,7 +1,5 @@
 """The angles of rotary position embedding."""
 
-from __future__ import annotations
-
 import torch
 
 

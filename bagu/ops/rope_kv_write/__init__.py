@@ -1,7 +1,5 @@
 """QK norm, RoPE and the cache write of new tokens. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.call.dispatch import call

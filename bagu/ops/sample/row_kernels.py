@@ -6,8 +6,6 @@ the nearest logit that exists: bf16 logits between the smallest kept one and the
 about 8 passes find the threshold.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

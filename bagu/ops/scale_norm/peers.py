@@ -1,7 +1,5 @@
 """Other implementations of ScaleNorm, for the benchmark: PyTorch has no such op, normalize is the closest."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """ScaleNorm on Triton: the kernels of kernels/norms.py, where g is a weight of one number."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.kernels.norms import forward_tile, run_backward, run_forward

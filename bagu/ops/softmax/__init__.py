@@ -1,7 +1,5 @@
 """Softmax. spec.py has the definition and the cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

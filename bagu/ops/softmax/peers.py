@@ -1,7 +1,5 @@
 """Implementations in other libraries, for the benchmark."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -7,8 +7,6 @@ handles longer rows.
 A mask is read through its own strides: [T, S] under [B, H, T, S] is never expanded. Backward needs only y and dy.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

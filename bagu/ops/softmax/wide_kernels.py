@@ -5,8 +5,6 @@ never wait for each other, and a rescale costs one exp in DEPTH. The second pass
 last is still in the L1, the rest in the L2, and only the rows in flight must fit there.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Other implementations of SwiGLU, for the benchmark."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -1,7 +1,5 @@
 """SwiGLU in PyTorch: a formula for tracing and transforms, and in-place passes for eager CPU calls."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

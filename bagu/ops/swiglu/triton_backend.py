@@ -1,7 +1,5 @@
 """SwiGLU on Triton: the gated kernels with s = sigmoid."""
 
-from __future__ import annotations
-
 import torch
 
 from bagu.ops.kernels.gated_kernels import TUNABLE as TUNABLE

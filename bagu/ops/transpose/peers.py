@@ -1,7 +1,5 @@
 """Other implementations of transpose, for the benchmark."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Transpose in PyTorch: for CPUs and torch.compile."""
 
-from __future__ import annotations
-
 import torch
 
 

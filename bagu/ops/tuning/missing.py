@@ -3,8 +3,6 @@
 Each process adds a kind that is not in the list yet. `bagu tune missing` prints the list.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import suppress

@@ -4,8 +4,6 @@ Comments, docstrings, layout, imports and the names of modules do not count: a m
 tuning with another hash is stale and is not used.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

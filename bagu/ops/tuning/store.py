@@ -5,8 +5,6 @@ and a crash loses at most the line being written. Two stores merge by concatenat
 another version, is skipped and counted; the other lines are used.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Other implementations of the linear layer with an 8-bit weight, for the benchmark."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The linear layer with an 8-bit weight in PyTorch: the weight is widened for each call."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

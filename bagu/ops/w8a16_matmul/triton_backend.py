@@ -13,8 +13,6 @@ the whole of K, because adding parts in a second launch would take longer at the
     32                    703 | 812     699
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
