@@ -9,7 +9,7 @@
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Self
 
 __all__ = ["ArgumentError", "BackendError", "BaguError", "ConformanceError", "NotOffered", "UnknownName"]
@@ -51,3 +51,9 @@ class UnknownName(BaguError, LookupError):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"did you mean {within + near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
         return cls(f"there is no {kind} {within + name!r}", hint=hint)
+
+    @classmethod
+    def check(cls, kind: str, name: str, known: Collection[str]) -> None:
+        """Raise the error for a `name` that is not known."""
+        if name not in known:
+            raise cls.among(kind, name, known)

@@ -182,8 +182,7 @@ def _model(
     if load is not None:
         model, tokenizer, _ = load()
         return model.to(device=device, dtype=dtype), tokenizer, name or "loaded"
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     model = init_weights(Transformer(preset(shape), device=device, dtype=dtype), 0)
     texts = (document.text.encode() for document in islice(StdlibSource().documents(), CORPUS))
     return model, WordTokenizer(texts, model.config.vocab_size), shape

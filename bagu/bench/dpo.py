@@ -143,8 +143,7 @@ def main(given: DpoBench, setting: BenchSetting) -> int:
             hint="each must be 1 or more",
         )
     for peer in given.peer:
-        if peer not in PEERS:
-            raise UnknownName.among("peer", peer, PEERS)
+        UnknownName.check("peer", peer, PEERS)
     shape = given.shape or ("llama_1b" if place.on_gpu else "cpu_6m")
     model, rows = preset(shape), Rows.of(setting, "dpo")
     made = random_pairs(pairs, prompt, answer, model.vocab_size)

@@ -111,8 +111,7 @@ def _maker(
     if load is not None:
         loaded = load()[0].to(device=device, dtype=dtype)
         return lambda: loaded, name or "loaded"
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     if case.text is not None:  # a head of its own
         config = replace(preset(shape), tie_embeddings=False)
         return lambda: counts_upwards(init_weights(Transformer(config, device=device, dtype=dtype), 0)), shape

@@ -69,8 +69,7 @@ def main(given: EvalBench, setting: BenchSetting) -> int:
     """Time both sides, each in `rounds` parts; print a table and append one row per round to the record."""
     place, items, rounds = Place.of(setting), given.items, given.rounds
     shape = given.shape or ("qwen3_0_6b" if place.on_gpu else "cpu_8m")
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     if rounds < 1 or items < rounds:
         raise ArgumentError(f"{items} items in {rounds} rounds", hint="1 round or more, and 1 item or more in each")
     case = Case(items=items // rounds)

@@ -86,8 +86,7 @@ def main(given: GrpoBench, setting: BenchSetting) -> int:
             hint="each must be 1 or more, samples 2 or more",
         )
     shape = given.shape or ("qwen3_0_6b" if gpu else "cpu_8m")
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     rows = Rows.of(setting, "grpo")
     model = init_weights(Transformer(preset(shape), device=where, dtype=place.dtype), 0)
     objective = GroupRelative(prompts=prompts, samples=samples, max_tokens=new, reward="alternating")

@@ -50,8 +50,7 @@ def main(given: LayersBench, setting: OpSetting) -> int:
     where = named_device(setting.device)
     layers = LAYERS["cuda" if where.type == "cuda" else "cpu"]
     for name in names:
-        if name not in layers:
-            raise UnknownName.among("layer", name, layers)
+        UnknownName.check("layer", name, layers)
     if min(batches, default=1) < 1 or not 0 <= seconds < math.inf:
         raise ArgumentError(
             f"batches {list(batches)}, {seconds} seconds", hint="a batch is 1 or more, the time 0 or more"

@@ -39,8 +39,7 @@ class Occupancy:
 
 def occupancy(arch: str, *, registers: int, shared: int, warps: int) -> Occupancy:
     """The occupancy of a kernel with `registers` per thread, `shared` bytes and `warps` warps per program."""
-    if arch not in ARCHITECTURES:
-        raise UnknownName.among("architecture", arch, ARCHITECTURES)
+    UnknownName.check("architecture", arch, ARCHITECTURES)
     sm = ARCHITECTURES[arch]
     per_warp = -(-max(registers, 1) * 32 // REGISTER_UNIT) * REGISTER_UNIT
     fits = {

@@ -105,8 +105,7 @@ def _jobs(
     jobs, notes = [], []
     known = {c.name for spec in specs for c in spec.cases if c.bench}
     for name in named:
-        if name not in known:
-            raise UnknownName.among("bench case", name, known)
+        UnknownName.check("bench case", name, known)
     for spec in specs:
         runners, left_out = implementations(spec, backends, setting.device, compiled=setting.compiled)
         notes += left_out

@@ -43,8 +43,7 @@ def main(
 ) -> int:
     """Time both comparisons, print a table and append the rows to `out`. A step has the documents of `shape`, divided
     over the ranks."""
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     chosen = SHAPES[shape]
     if ranks < 2 or rounds < 1 or len(chosen.lengths) % ranks:
         raise ArgumentError(

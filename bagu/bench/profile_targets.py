@@ -27,8 +27,7 @@ from bagu.serve.request import Request, Sampling
 
 def profile_op(name: str, out: Path, *, dtype: str | None, device: str | None, steps: int) -> None:
     """Profile the forward and backward of an op at its first benchmark case; `out` is the folder to write."""
-    if name not in SPECS:
-        raise UnknownName.among("op", name, SPECS)
+    UnknownName.check("op", name, SPECS)
     where, spec = named_device(device), SPECS[name]
     chosen = dtype_named(dtype or ("bf16" if where.type == "cuda" else "fp32"))
     case = shrink(spec, next(c for c in spec.cases if c.bench), chosen, 1 << (34 if where.type == "cuda" else 26))
@@ -52,8 +51,7 @@ def profile_op(name: str, out: Path, *, dtype: str | None, device: str | None, s
 
 def profile_train(shape: str, out: Path, *, dtype: str | None, device: str | None, steps: int) -> None:
     """Profile optimizer steps of a shape of `bagu bench train`."""
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     where = named_device(device)
     chosen = named_dtype(dtype) if dtype else compute_dtype(where)
     with bagu_step(SHAPES[shape], where, chosen, micro_batches=1, compiled=False, recompute="none") as step:

@@ -46,8 +46,7 @@ def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
         name, colon, limit = part.partition(":")
         if not colon:
             raise ArgumentError(f"the limit {part!r} has no metric", hint="write ttft:300ms or tpot:30ms")
-        if name not in METRICS:
-            raise UnknownName.among("goodput metric", name, METRICS)
+        UnknownName.check("goodput metric", name, METRICS)
         if name in limits:
             raise ArgumentError(f"goodput has two limits of {name}", hint="give one limit for a metric")
         limits[name] = parse_ms(limit)

@@ -71,8 +71,7 @@ class Load:
         if self.trace is None and self.speed != 1.0:
             raise ArgumentError("only a trace has a speed", hint="give --trace, or leave out --trace-speed")
         for name in self.goodput:
-            if name not in METRICS:
-                raise UnknownName.among("goodput metric", name, METRICS)
+            UnknownName.check("goodput metric", name, METRICS)
 
     @property
     def is_poisson(self) -> bool:

@@ -93,8 +93,7 @@ def main(given: TrainBench, setting: BenchSetting) -> int:
             raise ArgumentError(f"{name} is {value}", hint="use at least 1")
     where = named_device(setting.device)
     shape = given.shape or ("llama_1b" if where.type == "cuda" else "cpu_6m")
-    if shape not in SHAPES:
-        raise UnknownName.among("shape", shape, SHAPES)
+    UnknownName.check("shape", shape, SHAPES)
     check_peers(given.peer, PEERS)
     dtype = setting.dtype or compute_dtype_name(where)
     chosen, as_dtype = SHAPES[shape], named_dtype(dtype)

@@ -57,8 +57,7 @@ class DataConfig:
         for name in ("rows", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}", hint="give 1 or more")
-        if self.packing not in get_args(Packing):
-            raise UnknownName.among("packing", self.packing, get_args(Packing))
+        UnknownName.check("packing", self.packing, get_args(Packing))
         if not 0 <= self.seed < 2**63:
             raise ArgumentError(f"seed is {self.seed}", hint="give a number from 0 to 2^63 - 1")
         least = 2 if self.packing == "stream" else 1

@@ -135,8 +135,7 @@ class Mixture:
 def _shares(weights: Mapping[str, float], names: tuple[str, ...], temperature: float) -> np.ndarray:
     """p ∝ w^(1/τ) in the order of `names`, as multiples of 1/GRAIN that sum to 1."""
     for name in weights:
-        if name not in names:
-            raise UnknownName.among("source in this mixture", name, names)
+        UnknownName.check("source in this mixture", name, names)
     missing = [name for name in names if name not in weights]
     if missing:
         raise ArgumentError(f"the mixture has no weight for {', '.join(missing)}", hint="use 0 to leave a source out")

@@ -23,8 +23,7 @@ SEEN = "A public set: a model may have seen it."
 
 
 def benchmark(name: str, path: Path) -> Task:
-    if name not in BENCHMARKS:
-        raise UnknownName.among("benchmark", name, BENCHMARKS)
+    UnknownName.check("benchmark", name, BENCHMARKS)
     return BENCHMARKS[name](path)
 
 

@@ -153,8 +153,7 @@ def _table(path: Path) -> dict[str, Any]:
     for key in needed:
         if key not in table:
             raise TaskError(f"{path}: the key {key!r} is missing", hint=f"a task has {', '.join(needed)}")
-    if table["kind"] not in KINDS:
-        raise UnknownName.among("kind of task", table["kind"], KINDS)
+    UnknownName.check("kind of task", table["kind"], KINDS)
     _refuse_idle_keys(path, table)
     if not re.fullmatch(r"\w[\w.-]*", table["name"]):  # the name of a folder of results
         raise TaskError(f"{path}: name is {table['name']!r}", hint="use letters, digits, `-`, `_` and `.`")

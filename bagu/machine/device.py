@@ -112,8 +112,7 @@ def named_device(name: str | None) -> torch.device:
 def named_dtype(name: str) -> torch.dtype:
     """The dtype named by a flag or a config."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    if name not in dtypes:
-        raise UnknownName.among("dtype", name, dtypes)
+    UnknownName.check("dtype", name, dtypes)
     return dtypes[name]
 
 

@@ -33,8 +33,7 @@ def save_gguf(
 ) -> None:
     """Write `path`, with matrices in the type `quantization` and vectors in F32. `metadata` is added to the file: the
     tokenizer (data/gguf_tokenizer.py). A matrix whose rows are no multiple of 32 is F16 in a quantized file."""
-    if quantization not in GGUF_TYPES:
-        raise UnknownName.among("GGUF quantization", quantization, GGUF_TYPES)
+    UnknownName.check("GGUF quantization", quantization, GGUF_TYPES)
     gguf = package()
     family = family_for(model.config)
     hf = family.file(model.config)

@@ -50,6 +50,5 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    if name not in PRESETS:
-        raise UnknownName.among("model preset", name, PRESETS)
+    UnknownName.check("model preset", name, PRESETS)
     return PRESETS[name]

@@ -65,8 +65,7 @@ class MeshConfig:
         sizes: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, size = (p.strip() for p in part.partition("="))
-            if name not in DIMS:
-                raise UnknownName.among("mesh dimension", name, DIMS)
+            UnknownName.check("mesh dimension", name, DIMS)
             if not equals or not size.isascii() or not size.isdigit():
                 raise ArgumentError(f"the mesh has {part!r}", hint=f"give a size, such as {name}=2")
             if name in sizes:

@@ -39,8 +39,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hi
 
 def stages_of(schedule: Schedule, rank: int, ranks: int, per_rank: int = 2) -> list[int]:
     """The numbers of the stages of a rank. `per_rank` is v of an interleaved schedule."""
-    if schedule not in get_args(Schedule):
-        raise UnknownName.among("pipeline schedule", schedule, get_args(Schedule))
+    UnknownName.check("pipeline schedule", schedule, get_args(Schedule))
     if schedule == "interleaved":
         return [rank + i * ranks for i in range(per_rank)]
     return [rank, 2 * ranks - 1 - rank] if schedule == "zero_bubble" else [rank]

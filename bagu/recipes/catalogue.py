@@ -205,8 +205,7 @@ RECIPES: dict[str, Callable[[], Run]] = {
 
 
 def recipe(name: str) -> Run:
-    if name not in RECIPES:
-        raise UnknownName.among("recipe", name, RECIPES)
+    UnknownName.check("recipe", name, RECIPES)
     return RECIPES[name]()
 
 

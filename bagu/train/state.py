@@ -107,8 +107,7 @@ class TrainConfig:
             raise ArgumentError(f"seed is {self.seed}", hint="give a number from 0 to 2^63 - 1")
         if self.clip is not None and self.clip <= 0:
             raise ArgumentError(f"clip is {self.clip}", hint="use null for no clipping")
-        if self.activation_checkpointing not in get_args(Recompute):
-            raise UnknownName.among("activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
+        UnknownName.check("activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
         if self.keep_best and (
             self.eval_every is None or self.save_every is None or self.save_every % self.eval_every != 0
         ):

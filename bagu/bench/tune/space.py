@@ -39,8 +39,7 @@ def parse_space(texts: Sequence[str], base: Mapping[str, tuple[Value, ...]]) -> 
     for text in texts:
         name, sign, values = text.partition("=")
         name = name.strip().replace("-", "_")
-        if name not in SETTINGS:
-            raise UnknownName.among("setting to tune", name, SETTINGS)
+        UnknownName.check("setting to tune", name, SETTINGS)
         parts = [p.strip() for p in values.split(",")]
         if not sign or not all(parts) or len(set(parts)) < len(parts):
             raise ArgumentError(f"{text!r} has no list of values", hint=f"write {name}=4,16 with different values")

@@ -83,8 +83,7 @@ def cluster_of(name: str) -> Cluster:
     """The preset of a GPU, or the cluster described by a JSON file."""
     if name.endswith(".json"):
         return read_cluster(Path(name))
-    if name.lower() not in CLUSTERS:
-        raise UnknownName.among("GPU", name.lower(), CLUSTERS)
+    UnknownName.check("GPU", name.lower(), CLUSTERS)
     return CLUSTERS[name.lower()]
 
 

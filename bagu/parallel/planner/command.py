@@ -35,8 +35,7 @@ def plan(
     as_json: bool,
     out: Path | None,
 ) -> None:
-    if precision not in get_args(Precision):
-        raise UnknownName.among("precision", precision, get_args(Precision))
+    UnknownName.check("precision", precision, get_args(Precision))
     if top < 1:
         raise ArgumentError(f"top is {top}", hint="give 1 or more")
     if tokens is not None and not tokens > 0:

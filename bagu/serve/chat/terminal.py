@@ -73,8 +73,7 @@ class Session:
     def _set(self, text: str) -> str:
         for pair in text.replace(",", " ").split():
             name, _, value = pair.partition("=")
-            if name not in SETTINGS:
-                raise UnknownName.among("setting", name, SETTINGS)
+            UnknownName.check("setting", name, SETTINGS)
             try:
                 changed = {**self.settings, name: SETTINGS[name](value)}
             except ValueError as error:

@@ -54,10 +54,8 @@ class ServerOptions:
             raise ArgumentError(found, hint="it is a finite number, 0 or more")
         if not (math.isfinite(self.request_timeout) and self.request_timeout > 0):
             raise ArgumentError(f"a request timeout of {self.request_timeout} s", hint="it is a finite number above 0")
-        if self.log_level not in LOG_LEVELS:
-            raise UnknownName.among("log level", self.log_level, LOG_LEVELS)
-        if self.log_format not in LOG_FORMATS:
-            raise UnknownName.among("log format", self.log_format, LOG_FORMATS)
+        UnknownName.check("log level", self.log_level, LOG_LEVELS)
+        UnknownName.check("log format", self.log_format, LOG_FORMATS)
 
     @property
     def origins(self) -> tuple[str, ...]:
