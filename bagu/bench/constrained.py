@@ -14,18 +14,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bagu.bench.engine import SHAPES
+from bagu.bench.engine import random_model
 from bagu.bench.harness import Place, Rows, table
 from bagu.bench.options import BenchSetting, ConstrainedBench
 from bagu.bench.words import WordTokenizer
 from bagu.bench.workload import Lengths, random_workload
 from bagu.data.stdlib import StdlibSource
-from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.nn.init import init_weights
+from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
@@ -85,8 +81,7 @@ def main(
             f"{streams} streams, {rounds} rounds, prompt {prompt}, max_tokens {max_tokens}", hint="use 1 or more"
         )
     rows, place = Rows.of(setting, "serve"), Place.of(setting)
-    shape = given.shape or ("qwen3_0_6b" if place.on_gpu else "cpu_8m")
-    model, tokenizer, name = _model(shape, load, given.model, place.device, place.dtype)
+    model, tokenizer, name = _model(given, load, place)
     asked = PEOPLE if given.schema is None else _read(given.schema)
     config = EngineConfig(
         max_num_seqs=streams, prefix_cache=False, invariant=given.invariant, threads=given.threads,
@@ -176,14 +171,12 @@ def _decode(
 
 
 def _model(
-    shape: str, load: Callable[[], tuple[Transformer, Tokenizer, Any]] | None, name: str | None, device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Transformer, Tokenizer, str]:  # fmt: skip
+    given: ConstrainedBench, load: Callable[[], tuple[Transformer, Tokenizer, Any]] | None, place: Place
+) -> tuple[Transformer, Tokenizer, str]:
     if load is not None:
         model, tokenizer, _ = load()
-        return model.to(device=device, dtype=dtype), tokenizer, name or "loaded"
-    UnknownName.check("shape", shape, SHAPES)
-    model = init_weights(Transformer(preset(shape), device=device, dtype=dtype), 0)
+        return model.to(device=place.device, dtype=place.dtype), tokenizer, given.model or "loaded"
+    model, shape = random_model(given.shape, place)
     texts = (document.text.encode() for document in islice(StdlibSource().documents(), CORPUS))
     return model, WordTokenizer(texts, model.config.vocab_size), shape
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bagu.bench.engine_peers import EAGER, PEERS, check_eager, eager_row, scripted
 from bagu.bench.engine_timing import Case, Measured, measure_in_turn, measure_throughput
-from bagu.bench.harness import Place, Rows, check_peers, table
+from bagu.bench.harness import Place, Rows, check_peers, shown, table
 from bagu.bench.known_text import counts_upwards
 from bagu.bench.llama_cpp_peer import LLAMA_CPP, check_llama_cpp, llama_cpp_row
 from bagu.bench.options import BenchSetting
@@ -29,6 +29,8 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.kv.pool import size_pool
 
+Load = Callable[[], tuple[Transformer, Any, Any]]  # the model, and what this benchmark does not use
+Timed = tuple[str, int | None, Measured]  # implementation, streams
 PLAIN, BASE = "bagu without drafts", "bagu without adapters"
 LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
 SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on the values
@@ -36,7 +38,7 @@ SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights:
 
 def main(
     case: Case, config: EngineConfig, setting: BenchSetting, *, shape: str | None = None,
-    load: Callable[[], tuple[Transformer, Any, Any]] | None = None, name: str | None = None, peers: Sequence[str] = (),
+    load: Load | None = None, name: str | None = None, peers: Sequence[str] = (),
     peer_environ: Mapping[str, str] | None = None, rounds: int = 1,
 ) -> int:  # fmt: skip
     """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to the record.
@@ -58,8 +60,7 @@ def main(
         raise ArgumentError(f"{rounds} rounds", hint="1 or more")
     case, config = case.on(where), replace(config, max_adapters=case.adapters, seed=case.seed)
     _check(case, peers, where, loaded=load is not None, speculative=config.speculative is not None)
-    shape = shape or ("qwen3_0_6b" if where.type == "cuda" else "cpu_8m")
-    make, name = _maker(shape, load, name, where, place.dtype, case)
+    make, name = _maker(shape, load, name, place, case)
     rows = Rows.of(setting, "serve")
     common = {
         "system": "engine", "model": name, **place.facts, "case": asdict(case), "engine": asdict(config),
@@ -103,24 +104,33 @@ def _check(case: Case, peers: Sequence[str], device: torch.device, *, loaded: bo
         raise ArgumentError("a transformers peer with --streams", hint="it has no separate decode rate: leave one out")
 
 
+def shape_on(shape: str | None, place: Place) -> str:
+    """The name of a shape, or the default on this device."""
+    name = shape or ("qwen3_0_6b" if place.on_gpu else "cpu_8m")
+    UnknownName.check("shape", name, SHAPES)
+    return name
+
+
+def random_model(shape: str | None, place: Place, **changes: Any) -> tuple[Transformer, str]:
+    """A shape with random weights, and its name; `changes` are fields of its configuration."""
+    name = shape_on(shape, place)
+    config = replace(preset(name), **changes)
+    return init_weights(Transformer(config, device=place.device, dtype=place.dtype), 0), name
+
+
 def _maker(
-    shape: str, load: Callable[[], tuple[Transformer, Any, Any]] | None, name: str | None, device: torch.device,
-    dtype: torch.dtype, case: Case,
-) -> tuple[Callable[[], Transformer], str]:  # fmt: skip
+    shape: str | None, load: Load | None, name: str | None, place: Place, case: Case
+) -> tuple[Callable[[], Transformer], str]:
     """A function that creates the model, and its name in the rows."""
     if load is not None:
-        loaded = load()[0].to(device=device, dtype=dtype)
+        loaded = load()[0].to(device=place.device, dtype=place.dtype)
         return lambda: loaded, name or "loaded"
-    UnknownName.check("shape", shape, SHAPES)
     if case.text is not None:  # a head of its own
-        config = replace(preset(shape), tie_embeddings=False)
-        return lambda: counts_upwards(init_weights(Transformer(config, device=device, dtype=dtype), 0)), shape
-    return lambda: init_weights(Transformer(preset(shape), device=device, dtype=dtype), 0), shape
+        return lambda: counts_upwards(random_model(shape, place, tie_embeddings=False)[0]), shape_on(shape, place)
+    return lambda: random_model(shape, place)[0], shape_on(shape, place)
 
 
-def _bagu(
-    model: Transformer, config: EngineConfig, case: Case, turn: int
-) -> Iterator[tuple[str, int | None, Measured]]:  # fmt: skip
+def _bagu(model: Transformer, config: EngineConfig, case: Case, turn: int) -> Iterator[Timed]:
     if case.streams:
         longest = max(case.prompt + case.new + 1, min(LEAST_LEN, model.config.max_len))
         names, configs = ["bagu"], [replace(config, max_model_len=longest)]
@@ -191,9 +201,9 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         hits, asked = row.get("prefix_hits"), row.get("prefix_queries")
         total = None if row["streams"] else row.get("total_tokens_per_s")
         lines.append((
-            row["implementation"], _cell(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}",
-            _cell(total, "{:,.0f}"), _cell(row.get("prompt_tokens_per_s"), "{:,.0f}"),
-            _cell(row.get("steps"), "{:,}"), _ms(row.get("step_s")),
+            row["implementation"], shown(row["streams"], "{}"), f"{row['tokens_per_s']:,.0f}",
+            shown(total, "{:,.0f}"), shown(row.get("prompt_tokens_per_s"), "{:,.0f}"),
+            shown(row.get("steps"), "{:,}"), _ms(row.get("step_s")),
             _ms(row.get("overhead_s")), f"{100 * hits / asked:.0f} %" if hits is not None and asked else "–",
             f"{100 * row['accepted_tokens'] / row['draft_tokens']:.0f} %" if row.get("draft_tokens") else "–",
             f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
@@ -202,9 +212,5 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return table(title, heads, lines)
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
-
-
 def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1e3 * seconds:.2f}"
+    return shown(seconds and 1e3 * seconds, "{:.2f}")

@@ -22,19 +22,16 @@ from typing import Any
 
 import torch
 
-from bagu.bench.engine import SHAPES
+from bagu.bench.engine import random_model
 from bagu.bench.harness import Place, Rows, table
 from bagu.bench.options import BenchSetting, EvalBench
 from bagu.bench.workload import Lengths
 from bagu.data.stdlib import StdlibSource
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.errors import ArgumentError, UnknownName
+from bagu.errors import ArgumentError
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task
 from bagu.machine.openmp import settings
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
 from bagu.recipes.eval_models import EngineModel, eval_engine
 from bagu.serve.request import Sampling
 
@@ -68,15 +65,13 @@ class Counted(EngineModel):
 def main(given: EvalBench, setting: BenchSetting) -> int:
     """Time both sides, each in `rounds` parts; print a table and append one row per round to the record."""
     place, items, rounds = Place.of(setting), given.items, given.rounds
-    shape = given.shape or ("qwen3_0_6b" if place.on_gpu else "cpu_8m")
-    UnknownName.check("shape", shape, SHAPES)
     if rounds < 1 or items < rounds:
         raise ArgumentError(f"{items} items in {rounds} rounds", hint="1 round or more, and 1 item or more in each")
+    network, shape = random_model(given.shape, place)
     case = Case(items=items // rounds)
     rows = Rows.of(setting, "eval")
     text = "\n".join(d.text for d in islice(StdlibSource().documents(), MODULES))
     tokenizer = BpeTokenizer.train([text], vocab_size=VOCABULARY)
-    network = init_weights(Transformer(preset(shape), device=place.device, dtype=place.dtype), 0)
     model = Counted(eval_engine(network, tokenizer), tokenizer, None, shape)
     common = {
         "system": "eval", "model": shape, **place.facts, "case": asdict(case), "engine": asdict(model.engine.config),

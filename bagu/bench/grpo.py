@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from bagu.bench.engine import SHAPES
+from bagu.bench.engine import random_model
 from bagu.bench.engine_timing import measure_throughput
 from bagu.bench.harness import Place, Rows, table
 from bagu.bench.options import BenchSetting, GrpoBench
 from bagu.bench.workload import Lengths, Workload, random_workload
 from bagu.data.prompts import Prompt
-from bagu.errors import ArgumentError, UnknownName
+from bagu.errors import ArgumentError
 from bagu.machine.timing import reset_device
-from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
 from bagu.recipes.rollout import EngineSampler, engine_config
+from bagu.runs.observer import Observer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.train.loop import fit
@@ -52,26 +51,14 @@ class Alternating:
         pass
 
 
-class Steps:
-    """An observer that keeps the metrics of each step."""
+class Steps(Observer):
+    """Keeps the metrics of each step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
     def on_step(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
         self.rows.append(dict(metrics))
-
-    def on_event(self, kind: str, step: int, **facts: Any) -> None:
-        pass
-
-    def on_sample(self, step: int, texts: Sequence[str]) -> None:
-        pass
-
-    def rewind(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def main(given: GrpoBench, setting: BenchSetting) -> int:
@@ -85,14 +72,11 @@ def main(given: GrpoBench, setting: BenchSetting) -> int:
             f"{prompts} prompts of {prompt} tokens, {samples} samples of {new} tokens, {steps} steps",
             hint="each must be 1 or more, samples 2 or more",
         )
-    shape = given.shape or ("qwen3_0_6b" if gpu else "cpu_8m")
-    UnknownName.check("shape", shape, SHAPES)
     rows = Rows.of(setting, "grpo")
-    model = init_weights(Transformer(preset(shape), device=where, dtype=place.dtype), 0)
+    model, shape = random_model(given.shape, place)
     objective = GroupRelative(prompts=prompts, samples=samples, max_tokens=new, reward="alternating")
-    asked = random_workload(
-        prompts, Lengths(prompt, prompt), Lengths(new, new), tokens=model.config.vocab_size, seed=0
-    ).prompts  # fmt: skip
+    lengths = Lengths(prompt, prompt), Lengths(new, new)
+    asked = random_workload(prompts, *lengths, tokens=model.config.vocab_size, seed=0).prompts
     facts = {
         "system": "grpo", "implementation": "bagu", "model": shape, **place.facts, "objective": asdict(objective),
         "prompt_tokens": prompt,
@@ -127,7 +111,7 @@ def _measured(
         ),
         shape=PackShape(tokens=max(min(MICRO_BATCH, answers * context), context), segments=answers, context=context),
     )  # fmt: skip
-    loss, seen = objective.loss(model), Steps()
+    loss, seen = objective.loss(model), Steps()  # type: ignore[abstract] # the other reports are not used
     loader = RolloutLoader(
         source, model=model, sampler=sampler, reward=Alternating(), learner=loss, decode=lambda ids: ""
     )

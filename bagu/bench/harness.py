@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,21 @@ def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> T
     for line in found:
         made.add_row(*(line[i] for i in kept))
     return made
+
+
+def plain(heads: Sequence[str], lines: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Table:
+    """A table without lines; the columns `right` are aligned to the right."""
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in heads:
+        made.add_column(head, justify="right" if head in right else "left", overflow="fold")
+    for line in lines:
+        made.add_row(*line)
+    return made
+
+
+def shown(value: float | None, form: str) -> str:
+    """A cell of a table."""
+    return "–" if value is None else form.format(value)
 
 
 class StepTimes(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from bagu.bench.harness import plain
 from bagu.bench.occupancy import Occupancy, occupancy
 from bagu.bench.roofline import costs
 from bagu.bench.sizing import bench_inputs, first_tensor
@@ -145,13 +145,8 @@ def show_kernels(
     if as_json:
         print(json.dumps([asdict(k) for k in found], indent=1))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for i, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if i in (0, 5, 6) else "right", overflow="fold")
-    for k in found:
-        table.add_row(*_cells(k))
     console.print(f"[bold]{spec.name}[/]  {case.name}, {str(dtype).removeprefix('torch.')}, compiled for {arch}")
-    console.print(table)
+    console.print(plain(COLUMNS, map(_cells, found), right=[*COLUMNS[1:5], *COLUMNS[7:]]))
     for line in _bounds(spec, case, dtype):
         console.print(line)
     console.print(f"[dim]occupancy: programs per multiprocessor. Stages (ttir, ttgir, llir, ptx, sass) → {out}[/]")
@@ -179,21 +174,19 @@ def show_difference(
         view(spec, case, dtype, out / f"{side}-{text or 'default'}", arch=arch, tuning=parse_tuning(spec, text))
         for side, text in zip("ab", tunings, strict=True)
     ]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("kernel", "", tunings[0] or "default", tunings[1] or "default"):
-        table.add_column(name, justify="left", overflow="fold")
+    lines: list[Sequence[str]] = []
     for a, b in _pairs(*sides):
         name = f"{(a or b).step} {(a or b).kernel}"  # type: ignore[union-attr]
         if a is None or b is None:
-            table.add_row(name, "launched", *("no" if k is None else "yes" for k in (a, b)))
+            lines.append((name, "launched", *("no" if k is None else "yes" for k in (a, b))))
             continue
         for fact, left, right in _differences(a, b):
-            table.add_row(name, fact, left, right)
+            lines.append((name, fact, left, right))
             name = ""
         if name:
-            table.add_row(name, "the same", "", "")
+            lines.append((name, "the same", "", ""))
     console.print(f"[bold]{spec.name}[/]  {case.name}, {str(dtype).removeprefix('torch.')}, compiled for {arch}")
-    console.print(table)
+    console.print(plain(("kernel", "", *(text or "default" for text in tunings)), lines))
     console.print(f"[dim]stages of both → {out}; compare them with: diff -r {out}/a-* {out}/b-*[/]")
 
 

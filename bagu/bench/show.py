@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bagu.bench import kernel_view
-from bagu.bench.harness import RESULTS
+from bagu.bench.harness import RESULTS, plain
 from bagu.bench.roofline import costs, floor
 from bagu.bench.sizing import bench_inputs, dtype_named, first_tensor, parse_size, resize, shape_label
 from bagu.bench.units import duration, si
@@ -190,46 +190,36 @@ def _automatic(spec: OpSpec) -> list[dict[str, str]]:
 
 
 def _render(facts: Mapping[str, Any]) -> Group:
-    backends = _grid("backend", "runs here", "tuning space")
-    for name, b in facts["backends"].items():
-        space = [f"{fn}: " + ", ".join(f"{k} ∈ {v}" for k, v in points.items()) for fn, points in b["tunable"].items()]
-        backends.add_row(name, b["runs"], "\n".join(space) or "nothing")
-    automatic = _grid("automatic choice on CUDA", "runs", "why")
-    for rule in facts["automatic"]:
-        automatic.add_row(escape(rule["when"]), rule["runs"], escape(rule["why"]))
-    chosen: list[Table | str] = [automatic, ""] if len(facts["automatic"]) > 1 else []
-    arguments = _grid("argument", "type", "gradient")
-    for a in facts["arguments"]:
-        arguments.add_row(escape(a["is"]), a["kind"], "yes" if a["gradient"] else "")
-    cases = _grid("case", "why", "timed")
-    for c in facts["cases"]:
-        cases.add_row(c["name"], escape(c["why"]), "yes" if c["bench"] else "")
-    cost = _grid("pass", "work", "traffic", "FLOP/byte", "bound by", "predicted time")
-    for step, p in facts["cost"].items():
-        work = (si(p["flops"], "FLOP"), si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}")
-        cost.add_row(step, *work, p["bound"], f"≥ {duration(p['predicted_s'])}")
+    spaces = {
+        name: [f"{fn}: " + ", ".join(f"{k} ∈ {v}" for k, v in points.items()) for fn, points in b["tunable"].items()]
+        for name, b in facts["backends"].items()
+    }
+    runs = [(name, b["runs"], "\n".join(spaces[name]) or "nothing") for name, b in facts["backends"].items()]
+    rules = [(escape(rule["when"]), rule["runs"], escape(rule["why"])) for rule in facts["automatic"]]
+    automatic = plain(("automatic choice on CUDA", "runs", "why"), rules)
+    chosen: list[Table | str] = [automatic, ""] if len(rules) > 1 else []
+    arguments = [(escape(a["is"]), a["kind"], "yes" if a["gradient"] else "") for a in facts["arguments"]]
+    cases = [(c["name"], escape(c["why"]), "yes" if c["bench"] else "") for c in facts["cases"]]
+    work = [
+        (step, si(p["flops"], "FLOP"), si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}", p["bound"],
+         f"≥ {duration(p['predicted_s'])}")
+        for step, p in facts["cost"].items()
+    ]  # fmt: skip
+    heads = ("pass", "work", "traffic", "FLOP/byte", "bound by", "predicted time")
     size, c = facts["size"], facts["ceilings"]
     results = ", ".join(facts["outputs"]) + (f"; saved: {', '.join(facts['residuals'])}" if facts["residuals"] else "")
     return Group(
         f"[bold]{facts['name']}[/]  {escape(facts['signature'])}\n",
         f"{escape(facts['formula'])}\n",
-        arguments,
+        plain(("argument", "type", "gradient"), arguments),
         f"\nreturns {escape(results)}; maximum error against fp64: {facts['ulps']:g} × its spacing",
         f"independent along {', '.join(facts['independent'])}\n",
-        backends,
+        plain(("backend", "runs here", "tuning space"), runs),
         "",
         *chosen,
-        cases,
+        plain(("case", "why", "timed"), cases),
         f"\n[bold]cost at {size['shape']}[/] in {size['dtype']} (case {size['case']})",
-        cost,
+        plain(heads, work, right=(*heads[1:4], heads[5])),
         f"[dim]copy {si(c['copy'], 'B/s')}, matmul {si(c['matmul'], 'FLOP/s')} ({c['dtype']}) on "
         f"{c['device']}; {escape(c['source'])}[/]",
     )
-
-
-def _grid(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        right = name in ("work", "traffic", "FLOP/byte", "predicted time")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    return table

@@ -3,13 +3,13 @@
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from bagu.bench.harness import plain, shown
 from bagu.bench.tune_searches import Search, searches
 from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.catalogue import SPECS
@@ -31,7 +31,8 @@ def show_missing(console: Console | None = None, *, as_json: bool = False) -> No
         console.print("every call on a tuned device found a tuning")
         return
     lines = [(k.op, k.step, k.dtype, " ".join(f"{n}{list(s)}" for n, s in k.shapes), k.device) for k in found]
-    console.print(_table(("op", "step", "dtype", "shapes", "device"), lines))
+    heads = ("op", "step", "dtype", "shapes", "device")
+    console.print(plain(heads, lines, right=heads[2:]))
     console.print("[dim]`bagu tune ops NAME --shapes …` measures an op at other shapes[/]")
 
 
@@ -72,7 +73,8 @@ def show_report(names: Sequence[str] = (), console: Console | None = None, *, as
         return
     usable = [s for s in found if current(s.winner.kind)]
     if usable:
-        console.print(_table(EACH, _each(usable)) if names else _table(HEADS, steps_lines(usable)))
+        heads, lines = (EACH, _each(usable)) if names else (HEADS, steps_lines(usable))
+        console.print(plain(heads, lines, right=heads[2:]))
     for line in sentences(usable):
         console.print(line)
     if len(usable) < len(found):
@@ -158,7 +160,7 @@ def steps_lines(found: Sequence[Search]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for (op, step), own in sorted(by_step.items()):
         t, most = totals(own), max(s.winner.speedup for s in own)
-        regret = _shown(t["mean_regret"], "{:.1%}")
+        regret = shown(t["mean_regret"], "{:.1%}")
         gains = f"{t['gain']:.3f}×", f"{most:.2f}×"
         lines.append((op, step, f"{t['faster']} of {len(own)}", *gains, regret, f"{t['seconds']:.0f} s"))
     return lines
@@ -169,30 +171,13 @@ def _each(found: Sequence[Search]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for s in found:
         w = s.winner
-        modes = (f"{k}={v}" for k, v in w.kind.modes)
+        sizes = (f"{k}={v}" for k, v in (*w.dims.items(), *w.kind.modes))
         words = ", ".join(f"{k}={v}" for k, v in w.options.items()) or f"default ({w.verdict})"
         lines.append((
-            " ".join([w.kind.op, w.kind.step, _dims(w.dims), *modes]), words, f"{w.speedup:.3f}×",
-            _shown(s.regret, "{:.1%}"), f"{w.searched}/{w.space}",
+            " ".join([w.kind.op, w.kind.step, *sizes]), words, f"{w.speedup:.3f}×",
+            shown(s.regret, "{:.1%}"), f"{w.searched}/{w.space}",
         ))  # fmt: skip
     return lines
 
 
 EACH = ("search", "options", "gain", "regret", "measured")
-
-
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for i, head in enumerate(heads):
-        made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i >= 2, overflow="fold")
-    for line in lines:
-        made.add_row(*line)
-    return made
-
-
-def _dims(dims: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in dims.items())
-
-
-def _shown(value: Any, form: str) -> str:
-    return "–" if value is None else form.format(value)
