@@ -46,6 +46,10 @@ Texts = Annotated[
         f"empty; up to {MAX_PROMPTS} prompts"
     ),
 ]
+SAME_NAME = (  # fields of `Sampling`
+    "temperature", "top_p", "top_k", "min_p", "n", "seed", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "min_tokens", "ignore_eos", "prompt_logprobs",
+)  # fmt: skip
 CLOSED: dict[str, Any] = {"additionalProperties": False}  # only keys that match the pattern
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,19}$")]  # a token id as a JSON key
 Bias = Annotated[float, Field(ge=BIASES[0], le=BIASES[1])]
@@ -80,38 +84,43 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Generation(Body):
-    """The fields that `/v1/completions` and `/v1/chat/completions` share. None means the model's default."""
+class Sampled(Body):
+    """The fields that all APIs which generate text share. None means the model's default."""
 
     model: ModelName | None = None
-    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = Field(
         None, description="a number of tokens, or 0 or -1 for all tokens"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[
         Word | Annotated[list[Word], Field(max_length=16)] | None,
         Field(description="a non-empty string, or a list of up to 16 of them"),
     ] = None
-    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = None
     seed: INT64 | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
-    min_tokens: Count | None = None
     ignore_eos: bool | None = None
+    priority: INT64 | None = None
+    stream: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class Generation(Sampled):
+    """The fields that `/v1/completions` and `/v1/chat/completions` share."""
+
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop_token_ids: Annotated[list[AnyId], Field(fail_fast=True)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra=CLOSED)] | None = None
+    min_tokens: Count | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    priority: INT64 | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -143,14 +152,9 @@ class Generation(Body):
         """`Sampling` from these fields, overridden by `changes`. A missing field has the model's default, or that of
         `Sampling`."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        given = {
-            "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p, "n": self.n, "seed": self.seed,
-            "top_k": self.top_k,
-            "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty, "min_tokens": self.min_tokens,
+        given = {name: getattr(self, name) for name in SAME_NAME} | {
             "logit_bias": _logit_bias(self.logit_bias, ready.vocab_size), "stop": stop,
-            "stop_token_ids": tuple(self.stop_token_ids or ()), "ignore_eos": self.ignore_eos,
-            "include_stop": self.include_stop_str_in_output, "prompt_logprobs": self.prompt_logprobs,
+            "stop_token_ids": tuple(self.stop_token_ids or ()), "include_stop": self.include_stop_str_in_output,
             "grammar": grammar_of(self.response_format, self.structured_outputs), **changes,
         }  # fmt: skip
         chosen = {**ready.defaults.sampling, **{name: value for name, value in given.items() if value is not None}}

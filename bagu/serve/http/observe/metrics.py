@@ -184,8 +184,7 @@ def _gauges(engine: EngineStats, label: str) -> Iterator[str]:
             engine.mask_wait_s,
         ),
     ):
-        yield from _metric(name, kind, help)
-        yield f"{name}{{{label}}} {value}"
+        yield from sample(name, kind, help, [(label, value)])
 
 
 def labels(**values: str) -> str:

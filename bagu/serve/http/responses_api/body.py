@@ -8,8 +8,7 @@ from pydantic import Field, ValidationError
 
 from bagu.serve.http.bodies import fields
 from bagu.serve.http.bodies.chat import ChatBody
-from bagu.serve.http.bodies.openai import INT64, LARGEST, Body, Count, Job, ModelName, Penalty, Repetition, Word
-from bagu.serve.http.bodies.structured import StructuredOutputs
+from bagu.serve.http.bodies.openai import Body, Count, Job, Sampled, Word
 from bagu.serve.http.bodies.tools import MAX_TOOLS, ToolName
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.responses_api.items import input_messages
@@ -18,9 +17,10 @@ from bagu.serve.wire.messages import Ready
 # fields of the chat request -> fields of this body, for the `param` of an error
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 SHARED = (
-    "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos", "priority", "chat_template_kwargs", "stream", "parallel_tool_calls",
-)  # fmt: skip
+    *(f for f in Sampled.model_fields if f != "structured_outputs"),
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
 
 
 class FunctionTool(Body):
@@ -44,9 +44,8 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(Sampled):
     unsupported: ClassVar[fields.Fields] = fields.RESPONSES
-    model: ModelName | None = None
     input: Annotated[
         Word | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)],
         Field(description="a text, or a list of items: messages, function calls, their outputs, reasoning"),
@@ -62,23 +61,8 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: INT64 | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = Field(
-        None, description="a non-empty string, or a list of up to 16 of them"
-    )
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    ignore_eos: bool | None = None
-    priority: INT64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    structured_outputs: StructuredOutputs | None = None
     metadata: dict[str, str] | None = None
-    stream: bool | None = None
 
     def to_chat(self, previous: list[dict[str, Any]]) -> ResponsesChat:
         """The chat request, where `previous` are the messages of the previous response."""
