@@ -69,8 +69,13 @@ class DpoBench:
     shape: Annotated[str | None, Option("A preset, with random weights. Default: llama_1b, cpu_6m on a CPU.")] = None
     peer: Annotated[tuple[str, ...], Option("transformers or transformers-compile, on the same pairs.")] = ()
     pairs: Annotated[int | None, Option("Pairs of a step. Default: 32 on a GPU, 4 on a CPU.")] = None
-    prompt: Annotated[int | None, Option("Tokens of a prompt. Default: 256 on a GPU, 32 on a CPU.")] = None
-    answer: Annotated[int | None, Option("Tokens of the longest answer. Default: 768 on a GPU, 96 on a CPU.")] = None
+    prompt: Annotated[
+        int | None, Option("Tokens of a prompt. Default: 256 on a GPU, 32 on a CPU.", flags=("--input-tokens",))
+    ] = None
+    answer: Annotated[
+        int | None,
+        Option("Tokens of the longest answer. Default: 768 on a GPU, 96 on a CPU.", flags=("--output-tokens",)),
+    ] = None
     steps: Annotated[int, Option("Steps to time, after three to warm up.")] = 10
 
 
@@ -79,8 +84,10 @@ class GrpoBench:
     shape: Annotated[str | None, SHAPE] = None
     prompts: Annotated[int | None, Option("Prompts of a step. Default: 64 on a GPU, 4 on a CPU.")] = None
     samples: Annotated[int, Option("Answers to each prompt.")] = 8
-    prompt: Annotated[int, Option("Tokens of a prompt.")] = 64
-    new: Annotated[int | None, Option("Tokens of an answer. Default: 256 on a GPU, 32 on a CPU.")] = None
+    prompt: Annotated[int, Option("Tokens of a prompt.", flags=("--input-tokens",))] = 64
+    new: Annotated[
+        int | None, Option("Tokens of an answer. Default: 256 on a GPU, 32 on a CPU.", flags=("--output-tokens",))
+    ] = None
     steps: Annotated[int, Option("Steps to time, after one to warm up.")] = 3
 
 

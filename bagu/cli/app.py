@@ -14,6 +14,7 @@ from typer import Option
 from bagu import __version__
 from bagu.cli import models, serve
 from bagu.cli.bench import bench
+from bagu.cli.help import SECTIONS, Verbs
 from bagu.cli.lab import lab
 from bagu.cli.ops import ops
 from bagu.cli.options import AsJson
@@ -24,11 +25,16 @@ from bagu.errors import BaguError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota reached, file size limit reached
 
-app = typer.Typer(
-    help="bagu (八股): train, serve and benchmark language models on one machine.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = Verbs(
+    """bagu (八股): train, serve and benchmark language models on one machine.
+
+    Examples:
+      bagu demo               # from text to a served model, in minutes
+      bagu serve --help       # the options of a command, and examples
+    """,
+    completion=True,
 )
+MAKE, USE, LEARN, MEASURE, MACHINE = SECTIONS[:5]
 
 
 @app.callback(invoke_without_command=True)
@@ -43,27 +49,54 @@ def root(
         typer.echo(context.get_help())
 
 
-@app.command()
 def doctor(
     as_json: AsJson = False,
     measure: Annotated[bool, Option(help="Measure memory bandwidth and matmul rate (about 2 s).")] = True,
 ) -> None:
-    """Describe this machine and list its problems, each with a fix."""
+    """Describe this machine and list its problems, each with a fix.
+
+    Examples:
+      bagu doctor
+      bagu doctor --no-measure --json
+    """
     from bagu.machine import doctor as part
 
     raise typer.Exit(part.main(as_json=as_json, measure=measure))
 
 
-for verb in (models.demo, models.train, models.report, models.export, serve.serve, serve.chat):
-    app.command()(verb)
-app.command("eval")(models.evaluate)
-app.add_typer(bench, name="bench")
-app.add_typer(ops, name="ops")
-app.add_typer(lab, name="lab")
-app.add_typer(models.tokenizers, name="tokenizer")
-app.add_typer(plans, name="plan")
-app.add_typer(tune, name="tune")
-app.add_typer(profile, name="profile")
+def version() -> None:
+    """Print the versions of bagu, Python, torch and Triton.
+
+    Examples:
+      bagu version
+    """
+    import platform
+    from importlib import metadata
+
+    typer.echo(f"bagu {__version__}\nPython {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in ("torch", "triton"):
+        try:
+            typer.echo(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            typer.echo(f"{name} is not installed")
+
+
+for verb in (models.demo, models.train):
+    app.command(section=MAKE)(verb)
+app.command("eval", section=MAKE)(models.evaluate)
+for verb in (models.compare, models.report, models.export):
+    app.command(section=MAKE)(verb)
+app.add_typer(models.tokenizers, name="tokenizer", rich_help_panel=MAKE)
+for verb in (serve.serve, serve.chat):
+    app.command(section=USE)(verb)
+app.add_typer(lab, name="lab", rich_help_panel=LEARN)
+app.add_typer(ops, name="ops", rich_help_panel=LEARN)
+app.add_typer(plans, name="plan", rich_help_panel=LEARN)
+app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
+app.add_typer(profile, name="profile", rich_help_panel=MEASURE)
+app.add_typer(tune, name="tune", rich_help_panel=MEASURE)
+for verb in (doctor, version):
+    app.command(section=MACHINE)(verb)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

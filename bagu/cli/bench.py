@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from bagu.bench.options import (
     OpSetting,
     TrainBench,
 )
+from bagu.cli.help import Verbs, grouped
 from bagu.cli.options import (
     ApiKey,
     AsJson,
@@ -26,22 +28,27 @@ from bagu.cli.options import (
     Device,
     KVDtype,
     PrefixCaching,
+    Quantization,
     Results,
     Rounds,
     SharedPrefix,
     TensorParallel,
-    group,
     takes,
 )
 from bagu.machine.openmp import wait_briefly
 
-bench = group("Benchmark ops, training steps, the inference engine, evaluation or a server.")
+bench = Verbs("Benchmark ops, training steps, the inference engine, evaluation or a server.")
 
 
 @bench.command("train")
 @takes(TrainBench, BenchSetting)
 def bench_train(given: TrainBench, setting: BenchSetting) -> None:
-    """Measure tokens per second of a full optimizer step, for bagu and its peers."""
+    """Measure tokens per second of a full optimizer step, for bagu and its peers.
+
+    Examples:
+      bagu bench train
+      bagu bench train --shape llama_1b --peer transformers
+    """
     from bagu.bench.train import main
 
     raise typer.Exit(main(given, setting))
@@ -55,7 +62,12 @@ def bench_parallel(
     out: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure data parallelism on this machine's cores against independent processes."""
+    """Measure data parallelism on this machine's cores against independent processes.
+
+    Examples:
+      bagu bench parallel
+      bagu bench parallel --ranks 4
+    """
     wait_briefly()  # must run before torch is imported
     from bagu.bench import parallel as part
 
@@ -63,6 +75,10 @@ def bench_parallel(
 
 
 @bench.command("engine")
+@grouped(
+    Workload="inputs outputs shared_prefix streams input_tokens output_tokens text adapters adapter_rank",
+    Engine="speculative speculative_tokens max_num_seqs prefix_caching kv_dtype invariant tp",
+)
 def bench_engine(
     model: Annotated[str | None, Argument(metavar="MODEL", help="A model. Default: random weights of --shape.")] = None,
     shape: Annotated[str | None, Option(help="cpu_8m, smollm_135m or qwen3_0_6b.")] = None,
@@ -71,8 +87,8 @@ def bench_engine(
     outputs: Annotated[str | None, Option(help="Range of output lengths, e.g. 100-1024.")] = None,
     shared_prefix: SharedPrefix = 0,
     streams: Annotated[list[int] | None, Option(help="Time decoding with this many streams; repeatable.")] = None,
-    prompt: Annotated[int, Option(help="With --streams: tokens of a prompt.")] = 64,
-    new: Annotated[int, Option(help="With --streams: generated tokens of a stream.")] = 128,
+    input_tokens: Annotated[int, Option(help="With --streams: tokens of a prompt.")] = 64,
+    output_tokens: Annotated[int, Option(help="With --streams: generated tokens of a stream.")] = 128,
     speculative: Annotated[
         bool, Option("--speculative", help="Draft by prompt lookup, and time the same without drafts.")
     ] = False,
@@ -84,9 +100,9 @@ def bench_engine(
         int, Option(help="With --streams: random LoRA adapters in one batch, and the same without.")
     ] = 0,
     adapter_rank: Annotated[int, Option(help="The rank of --adapters.")] = 16,
-    batch: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
+    max_num_seqs: Annotated[int, Option(help="Maximum number of sequences that run at once.")] = 256,
     prefix_caching: PrefixCaching = True,
-    quantization: Annotated[str | None, Option(help="int8, int4 or fp8 weights in linear layers.")] = None,
+    quantization: Quantization = None,
     kv_dtype: KVDtype = "auto",
     invariant: Annotated[bool, Option("--invariant", help="Use the batch-invariant mode.")] = False,
     tp: TensorParallel = 1,
@@ -99,7 +115,12 @@ def bench_engine(
     out: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the offline throughput of the engine. The default workload on a GPU is nano-vllm's."""
+    """Measure the offline throughput of the engine. The default workload on a GPU is nano-vllm's.
+
+    Examples:
+      bagu bench engine --streams 1 --streams 8
+      bagu bench engine runs/demo/grpo --requests 64 --peer generate
+    """
     user_environ = wait_briefly()  # must run before torch is imported
     from bagu.bench import engine as part
     from bagu.bench.engine_timing import Case
@@ -110,11 +131,11 @@ def bench_engine(
     case = Case(
         requests=requests, inputs=Lengths.parse(inputs) if inputs else None, adapters=adapters,
         outputs=Lengths.parse(outputs) if outputs else None, shared_prefix=shared_prefix,
-        streams=tuple(streams or ()), prompt=prompt, new=new, text=text,  # type: ignore[arg-type]
+        streams=tuple(streams or ()), prompt=input_tokens, new=output_tokens, text=text,  # type: ignore[arg-type]
     )  # fmt: skip
     config = EngineConfig(
-        max_num_seqs=batch, max_adapter_rank=adapter_rank, prefix_cache=prefix_caching, invariant=invariant, tp=tp,
-        quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
+        max_num_seqs=max_num_seqs, max_adapter_rank=adapter_rank, prefix_cache=prefix_caching, invariant=invariant,
+        tp=tp, quantization=quantization, kv_dtype=kv_dtype,  # type: ignore[arg-type]
         speculative="ngram" if speculative else None, speculative_tokens=speculative_tokens,
     )  # fmt: skip
     status = part.main(
@@ -128,7 +149,12 @@ def bench_engine(
 @bench.command("constrained")
 @takes(ConstrainedBench, BenchSetting)
 def bench_constrained(given: ConstrainedBench, setting: BenchSetting) -> None:
-    """Measure decoding to a JSON schema against free text, and validate every output."""
+    """Measure decoding to a JSON schema against free text, and validate every output.
+
+    Examples:
+      bagu bench constrained
+      bagu bench constrained runs/demo/grpo --schema people.json
+    """
     wait_briefly()  # must run before torch is imported
     from bagu.bench.constrained import main
     from bagu.recipes.serve import Loader
@@ -141,7 +167,12 @@ def bench_constrained(given: ConstrainedBench, setting: BenchSetting) -> None:
 @bench.command("dpo")
 @takes(DpoBench, BenchSetting)
 def bench_dpo(given: DpoBench, setting: BenchSetting) -> None:
-    """Measure a DPO step on random pairs, beside a plain transformers loop."""
+    """Measure a DPO step on random pairs, beside a plain transformers loop.
+
+    Examples:
+      bagu bench dpo
+      bagu bench dpo --pairs 8 --peer transformers
+    """
     wait_briefly()  # must run before torch is imported
     from bagu.bench.dpo import main
 
@@ -151,7 +182,12 @@ def bench_dpo(given: DpoBench, setting: BenchSetting) -> None:
 @bench.command("grpo")
 @takes(GrpoBench, BenchSetting)
 def bench_grpo(given: GrpoBench, setting: BenchSetting) -> None:
-    """Measure a GRPO step: the time of sampling, rewards and the update, and sampling against the engine alone."""
+    """Measure a GRPO step: the time of sampling, rewards and the update, and sampling against the engine alone.
+
+    Examples:
+      bagu bench grpo
+      bagu bench grpo --shape smollm_135m --prompts 16
+    """
     wait_briefly()  # must run before torch is imported
     from bagu.bench.grpo import main
 
@@ -161,13 +197,19 @@ def bench_grpo(given: GrpoBench, setting: BenchSetting) -> None:
 @bench.command("eval")
 @takes(EvalBench, BenchSetting)
 def bench_eval(given: EvalBench, setting: BenchSetting) -> None:
-    """Measure the speed of multiple-choice scoring, as a share of the engine's prefill speed."""
+    """Measure the speed of multiple-choice scoring, as a share of the engine's prefill speed.
+
+    Examples:
+      bagu bench eval
+      bagu bench eval --shape smollm_135m --items 1000
+    """
     from bagu.bench.evaluation import main
 
     raise typer.Exit(main(given, setting))
 
 
 @bench.command("serve")
+@grouped(Load="inputs outputs shared_prefix trace trace_speed warmups seed", Limits="ttft tpot itl e2el")
 def bench_serve(
     target: Annotated[str, Argument(metavar="URL|MODEL", help="The URL of a server, or a model to start one for.")],
     requests: Annotated[int | None, Option(help="Number of requests. Default: 64, or all of the trace.")] = None,
@@ -187,9 +229,15 @@ def bench_serve(
         str | None, Option(metavar="URL", help="Compare with this server, in turn, on the same prompts.")
     ] = None,
     rounds: Annotated[int, Option(help="With --against: how many times to measure both servers.")] = 5,
-    goodput: Annotated[
-        list[str] | None, Option(help="Count requests within these limits: ttft:300ms,tpot:30ms (also itl, e2el).")
+    ttft: Annotated[
+        str | None, Option(metavar="TIME", help="Count requests whose time to first token is less.")
     ] = None,
+    tpot: Annotated[
+        str | None, Option(metavar="TIME", help="The same for the time per output token, e.g. 30ms.")
+    ] = None,
+    itl: Annotated[str | None, Option(metavar="TIME", help="The same for the time between tokens.")] = None,
+    e2el: Annotated[str | None, Option(metavar="TIME", help="The same for the whole request, e.g. 2s.")] = None,
+    goodput: Annotated[list[str] | None, Option(hidden=True)] = None,
     warmups: Annotated[int, Option(help="Requests to send before the load, one by one; they are not counted.")] = 1,
     model: Annotated[str | None, Option(help="Model name in the API. Default: the server's first.")] = None,
     api_key: ApiKey = None,
@@ -198,7 +246,12 @@ def bench_serve(
     out: Results = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them."""
+    """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them.
+
+    Examples:
+      bagu bench serve http://127.0.0.1:8000 --sweep 1,2,4,8
+      bagu bench serve runs/demo/grpo --ttft 300ms --tpot 30ms
+    """
     from contextlib import nullcontext
 
     from bagu.bench import serve as part
@@ -208,12 +261,15 @@ def bench_serve(
     from bagu.bench.workload import Lengths
     from bagu.recipes.demo_server import running_server
 
+    if goodput:
+        print("bagu: --goodput is now --ttft, --tpot, --itl, --e2el; the old name works until 0.2", file=sys.stderr)
+    limits = (f"{name}:{v}" for name, v in (("ttft", ttft), ("tpot", tpot), ("itl", itl), ("e2el", e2el)) if v)
     load = Load(
         requests=requests, inputs=None if inputs is None else Lengths.parse(inputs),
         outputs=None if outputs is None else Lengths.parse(outputs), shared_prefix=shared_prefix,
         max_concurrency=max_concurrency, request_rate=float("inf") if request_rate is None else request_rate,
         trace=None if trace is None else read_trace(trace, requests), speed=trace_speed,
-        goodput=parse_goodput(goodput or ()), warmups=warmups, seed=seed,
+        goodput=parse_goodput([*(goodput or ()), *limits]), warmups=warmups, seed=seed,
     )  # fmt: skip
     is_url = target.startswith(("http://", "https://"))
     status = part.main(
@@ -226,7 +282,12 @@ def bench_serve(
 @bench.command("ops")
 @takes(OpsBench, OpSetting)
 def bench_ops(given: OpsBench, setting: OpSetting) -> None:
-    """Time every op and backend, torch eager, torch.compile and Liger; report the fraction of the measured ceiling."""
+    """Time every op and backend, torch eager, torch.compile and Liger; report the fraction of the measured ceiling.
+
+    Examples:
+      bagu bench ops rms_norm softmax
+      bagu bench ops --quick
+    """
     from bagu.bench.ops import main
 
     raise typer.Exit(main(given, setting))
@@ -235,7 +296,12 @@ def bench_ops(given: OpsBench, setting: OpSetting) -> None:
 @bench.command("layers")
 @takes(LayersBench, OpSetting)
 def bench_layers(given: LayersBench, setting: OpSetting) -> None:
-    """Time layers of torch.nn beside bagu's drop-in versions, torch.compile and ONNX Runtime."""
+    """Time layers of torch.nn beside bagu's drop-in versions, torch.compile and ONNX Runtime.
+
+    Examples:
+      bagu bench layers linear
+      bagu bench layers --batch 1 --no-compile
+    """
     from bagu.bench.layers import main
 
     raise typer.Exit(main(given, setting))

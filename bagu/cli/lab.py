@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from bagu.cli.options import LabResults, group
+from bagu.cli.help import Verbs
+from bagu.cli.options import LabResults
 
-lab = group("Labs: measure a textbook claim on this machine.")
+lab = Verbs("Labs: measure a textbook claim on this machine.")
 
 
 @lab.command("list")
@@ -20,7 +21,12 @@ def lab_list(
     missing: Annotated[bool, Option("--missing", help="Only labs without a full, current result in --out.")] = False,
     out: LabResults = Path("labs"),
 ) -> None:
-    """List every lab with its claim, by theme."""
+    """List every lab with its claim, by theme.
+
+    Examples:
+      bagu lab list
+      bagu lab list --theme serve --long
+    """
     from rich.console import Console
 
     from bagu.lab.listing import list_labs
@@ -36,17 +42,30 @@ def lab_run(
     out: LabResults = Path("labs"),
     quick: Annotated[bool, Option("--quick", help="Use smaller sizes: a few seconds per lab.")] = False,
 ) -> None:
-    """Measure claims, plot the results and print whether each claim holds."""
+    """Measure claims, plot the results and print whether each claim holds. Without a name: list the labs.
+
+    Examples:
+      bagu lab run safe_softmax
+      bagu lab run --all --quick --resume
+    """
+    if not names and not every:
+        lab_list(None, long=False, missing=False, out=out)
+        return
+    if names and every:
+        raise typer.BadParameter("give the names of labs, or --all, not both")
     from bagu.lab.run import run_labs
 
-    if every == bool(names):
-        raise typer.BadParameter("give the names of labs (`bagu lab list` has them), or --all")
     raise typer.Exit(run_labs(names or (), out=out, quick=quick, resume=resume))
 
 
 @lab.command("report")
 def lab_report(out: LabResults = Path("labs")) -> None:
-    """Write one HTML page with all lab results of this machine."""
+    """Write one HTML page with all lab results of this machine.
+
+    Examples:
+      bagu lab report
+      bagu lab report --out labs
+    """
     from bagu.lab.report import write_report
 
     typer.echo(write_report(out))

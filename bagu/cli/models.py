@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from bagu.cli.options import group, takes
-from bagu.recipes.verbs import DemoOptions, EvalOptions, ExportOptions, TrainOptions
+from bagu.cli.help import Verbs
+from bagu.cli.options import takes
+from bagu.recipes.verbs import CompareOptions, DemoOptions, EvalOptions, ExportOptions, TrainOptions
 
-tokenizers = group("Train a tokenizer, or measure one.")
+tokenizers = Verbs("Train a tokenizer, or measure one.")
 
 
 @takes(DemoOptions)
 def demo(given: DemoOptions) -> None:
-    """Train a tokenizer and a language model on Python's standard library, fine-tune it, write a report, serve it."""
+    """Train a tokenizer and a language model on Python's standard library, fine-tune it, write a report, serve it.
+
+    Examples:
+      bagu demo
+      bagu demo --minutes 20 --out runs/long
+    """
     from bagu.recipes.demo import demo as part
 
     part(given.out, quick=given.quick, minutes=given.minutes, serve=given.serve)
 
 
-@takes(TrainOptions)
+@takes(
+    TrainOptions,
+    groups={
+        "Run": "config accept_data_change reward prompt wandb",
+        "Several processes": "mesh nproc max_restarts hang_timeout explain",
+    },
+)
 def train(given: TrainOptions) -> None:
-    """Pretrain, continue pretraining or fine-tune. Ctrl-C saves a checkpoint; --resume continues with the same bits."""
+    """Pretrain, continue pretraining or fine-tune. Ctrl-C saves a checkpoint; --resume continues with the same bits.
+
+    Examples:
+      bagu train notes/ --minutes 10
+      bagu train chats.jsonl --recipe sft --from runs/train --out runs/sft
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
     from bagu.recipes import command
 
@@ -33,7 +51,12 @@ def train(given: TrainOptions) -> None:
 
 
 def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> None:
-    """Write report.html for a run, finished or still running."""
+    """Write report.html for a run, finished or still running.
+
+    Examples:
+      bagu report runs/train
+      bagu report runs/demo/sft
+    """
     from bagu.train.report import write_report
 
     typer.echo(write_report(run))
@@ -41,20 +64,47 @@ def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> Non
 
 @takes(ExportOptions)
 def export(given: ExportOptions) -> None:
-    """Export a model for transformers, vLLM and others (safetensors), for llama.cpp (GGUF), or for ONNX Runtime."""
+    """Export a model for transformers, vLLM and others (safetensors), for llama.cpp (GGUF), or for ONNX Runtime.
+
+    Examples:
+      bagu export runs/demo/grpo exported
+      bagu export runs/demo/grpo model.gguf --format gguf --gguf-type q8_0
+    """
     from bagu.recipes import command
 
     command.export_main(given)
 
 
-@takes(EvalOptions)
+@takes(EvalOptions, groups={"Items": "normalization seed training", "Judge": "judge judge_api_key"})
 def evaluate(given: EvalOptions) -> None:
-    """Evaluate a model on tasks, with 95 % confidence intervals, and save the result of every item."""
+    """Evaluate a model on tasks, with 95 % confidence intervals, and save the result of every item.
+
+    Examples:
+      bagu eval runs/demo/sft continue4 --out evals/sft
+      bagu eval http://127.0.0.1:8000 gsm8k=gsm8k.jsonl --limit 100
+    """
     from bagu.recipes import evaluate as part
 
-    if given.compare and len(given.tasks) != 1:
-        raise typer.BadParameter("--compare takes two folders of results")
-    raise typer.Exit(part.compare_main(given) if given.compare else part.eval_main(given))
+    if given.compare:
+        if len(given.tasks) != 1:
+            raise typer.BadParameter("--compare takes two folders of results")
+        print("bagu: eval --compare A B is now: bagu compare A B; the old way works until 0.2", file=sys.stderr)
+        a, b = Path(given.model), Path(given.tasks[0])
+        raise typer.Exit(part.compare_main(CompareOptions(a=a, b=b, out=given.out, as_json=given.as_json)))
+    raise typer.Exit(part.eval_main(given))
+
+
+@takes(CompareOptions)
+def compare(given: CompareOptions) -> None:
+    """Compare two evaluations item by item: differences with 95 % intervals, p-values, and a page.
+
+    Examples:
+      bagu compare evals/pretrain evals/sft
+      bagu compare evals/fp32 evals/int8 --out int8.html
+    """
+    from bagu.recipes.evaluate import compare_main
+
+    raise typer.Exit(compare_main(given))
 
 
 @tokenizers.command("train")
@@ -64,7 +114,12 @@ def tokenizer_train(
     vocab_size: Annotated[int, Option(help="Vocabulary size, special tokens included.")] = 4096,
     max_mb: Annotated[float, Option(help="Train on at most this many MB of text.")] = 64,
 ) -> None:
-    """Train a byte-level BPE tokenizer."""
+    """Train a byte-level BPE tokenizer.
+
+    Examples:
+      bagu tokenizer train tokenizers/4k
+      bagu tokenizer train tokenizers/notes notes/ --vocab-size 8192
+    """
     from bagu.data import tokenizer_cli
 
     tokenizer_cli.train_main(out, path=data, vocab_size=vocab_size, max_mb=max_mb)
@@ -76,7 +131,12 @@ def tokenizer_stats(
     data: Annotated[Path | None, Argument(help="Text to measure on. Default: Python's standard library.")] = None,
     max_mb: Annotated[float, Option(help="Measure on at most this many MB of text.")] = 8,
 ) -> None:
-    """Measure bytes per token and speed, and check that decoding restores the text."""
+    """Measure bytes per token and speed, and check that decoding restores the text.
+
+    Examples:
+      bagu tokenizer stats tokenizers/4k
+      bagu tokenizer stats runs/demo/pretrain/tokenizer notes/ --max-mb 1
+    """
     from bagu.data import tokenizer_cli
 
     tokenizer_cli.stats_main(path, path=data, max_mb=max_mb)

@@ -7,15 +7,20 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from bagu.cli.options import AsJson, OpDtype, collector_paused, group
+from bagu.cli.help import Verbs
+from bagu.cli.options import AsJson, OpDtype, collector_paused
 from bagu.errors import ArgumentError
 
-ops = group("List the ops; show the formula, cost and predicted time of one.")
+ops = Verbs("List the ops; show the formula, cost and predicted time of one.")
 
 
 @ops.command("list")
 def ops_list() -> None:
-    """List every op with its backends, gradients and bound (memory or compute)."""
+    """List every op with its backends, gradients and bound (memory or compute).
+
+    Examples:
+      bagu ops list
+    """
     with collector_paused():
         from rich.console import Console
 
@@ -27,7 +32,7 @@ def ops_list() -> None:
 @ops.command("show")
 def ops_show(
     name: Annotated[str, Argument(help="The op.")],
-    size: Annotated[str, Option(help="Sizes, e.g. M=4096,N=4096. Default: the first benchmark case.")] = "",
+    sizes: Annotated[str, Option(help="Sizes, e.g. M=4096,N=4096. Default: the first benchmark case.")] = "",
     dtype: OpDtype = None,
     as_json: AsJson = False,
     measure: Annotated[bool, Option("--measure", help="Measure the ceilings again, even if recorded.")] = False,
@@ -42,17 +47,22 @@ def ops_show(
     ] = None,
     out: Annotated[Path | None, Option(help="With --kernel: folder for the stages. Default: kernels/NAME.")] = None,
 ) -> None:
-    """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine; or its kernels."""
+    """Show one op: formula, arguments, backends, cases, cost and predicted time on this machine; or its kernels.
+
+    Examples:
+      bagu ops show rms_norm --sizes M=4096,N=4096
+      bagu ops show softmax --kernel --arch sm_90
+    """
     from rich.console import Console
 
     from bagu.bench import show
 
     if kernel or diff:
         show.show_op_kernels(
-            name, Console(), out or Path("kernels") / name, size=size, dtype=dtype, arch=arch, config=config,
+            name, Console(), out or Path("kernels") / name, size=sizes, dtype=dtype, arch=arch, config=config,
             diff=diff, as_json=as_json,
         )  # fmt: skip
     else:
         if config or out is not None:
             raise ArgumentError("--config and --out describe kernels", hint="add --kernel")
-        show.show_op(name, Console(), size=size, dtype=dtype, as_json=as_json, measure=measure)
+        show.show_op(name, Console(), size=sizes, dtype=dtype, as_json=as_json, measure=measure)

@@ -14,12 +14,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from typer import Option
 
+from bagu.cli.help import grouped
 from bagu.config import options
 
 
-def takes(*classes: type[Any], **others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    *classes: type[Any], groups: dict[str, str] | None = None, **others: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb the options of dataclasses (bagu/config/options.py); it is called with one value of each class.
-    `others` are options of typer that act by their callback, as --config does; the verb does not see their values."""
+    `others` are options of typer that act by their callback, as --config does; the verb does not see their values.
+    `groups` are headings of the help and the options below them (bagu/cli/help.py)."""
     found = [(cls, *parameter) for cls in classes for parameter in options.parameters(cls)]
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +44,7 @@ def takes(*classes: type[Any], **others: Any) -> Callable[[Callable[..., None]],
                 for name, kind in types.items()
             ]
         )
-        return run
+        return grouped(**groups or {})(run)
 
     return decorate
 
@@ -49,7 +53,7 @@ def shown(note: options.Argument | options.Option) -> Any:
     """An option of a dataclass as typer's."""
     if isinstance(note, options.Argument):
         return typer.Argument(metavar=note.metavar, help=note.help)
-    return Option(*note.flags, metavar=note.metavar, envvar=note.envvar, help=note.help)
+    return Option(*note.flags, metavar=note.metavar, envvar=note.envvar, help=note.help, hidden=note.hidden)
 
 
 def _cli_type(kind: Any, field: Any, note: options.Argument | options.Option) -> Any:
@@ -76,11 +80,6 @@ def _cli_default(field: Any) -> Any:
     return inspect.Parameter.empty if default is MISSING else None if default == () else default
 
 
-def group(help: str) -> typer.Typer:
-    """A verb with subcommands; without one it prints its help."""
-    return typer.Typer(help=help, add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-
-
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause garbage collection in a verb that imports torch and ends: it takes 0.1 s of the 3.1 s CPU of `ops list`."""
@@ -101,7 +100,8 @@ BenchDtype = Annotated[str | None, Option(help="bf16 or fp32. Default: the faste
 ApiKey = Annotated[str | None, shown(options.API_KEY)]
 KVDtype = Annotated[str, shown(options.KV_DTYPE)]
 TensorParallel = Annotated[int, shown(options.TENSOR_PARALLEL)]
-PrefixCaching = Annotated[bool, Option(help=options.PREFIX_CACHING)]
+PrefixCaching = Annotated[bool, shown(options.PREFIX_CACHING)]
+Quantization = Annotated[str | None, shown(options.QUANTIZATION)]
 SharedPrefix = Annotated[int, Option(help="Number of leading tokens that all prompts have in common.")]
 Rounds = Annotated[int, Option(help="How many times to run all implementations, in turn.")]
 Results = Annotated[Path | None, Option(help="The folder of results. Default: benchmarks/results or a subfolder.")]

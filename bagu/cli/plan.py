@@ -8,13 +8,21 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from bagu.cli.options import AsJson, group
+from bagu.cli.help import Verbs
+from bagu.cli.options import AsJson
 from bagu.errors import ArgumentError
 
 TRAINING = ("gpus", "seq", "batch", "tokens", "precision", "top", "out")  # options without a meaning for --serve
-DEPLOYMENT = ("rate", "input_tokens", "output_tokens", "token_ms", "first_token_ms")  # options of --serve alone
+DEPLOYMENT = ("rate", "input_tokens", "output_tokens", "tpot", "ttft")  # options of --serve alone
 
-plans = group("Plan a training run or a deployment: layout, speed and memory.")
+plans = Verbs(
+    """Plan: rank the layouts of a training run over a cluster, or plan a deployment (--serve).
+
+    Examples:
+      bagu plan --model llama3-70b --gpus 512 --gpu h100 --tokens 2e12
+      bagu plan --serve --model llama3-8b --gpu h200 --rate 20 --tpot 30ms
+    """
+)
 
 
 @plans.callback(invoke_without_command=True)
@@ -34,10 +42,9 @@ def plan(
     rate: Annotated[float, Option(help="Requests per second.")] = 10.0,
     input_tokens: Annotated[int, Option(help="Tokens of a prompt.")] = 1024,
     output_tokens: Annotated[int, Option(help="Tokens of an answer.")] = 256,
-    token_ms: Annotated[float, Option(help="Target: milliseconds per output token.")] = 50.0,
-    first_token_ms: Annotated[float, Option(help="Target: milliseconds to the first token.")] = 1000.0,
+    tpot: Annotated[str, Option(metavar="TIME", help="Limit of the time per output token, e.g. 30ms.")] = "50ms",
+    ttft: Annotated[str, Option(metavar="TIME", help="Limit of the time to first token, e.g. 300ms.")] = "1000ms",
 ) -> None:
-    """Rank the layouts of a training run over a cluster, or plan a deployment (--serve)."""
     if context.invoked_subcommand is not None:
         return
     if not model:
@@ -51,9 +58,11 @@ def plan(
     from bagu.parallel.planner import command
 
     if serve:
+        from bagu.bench.units import parse_ms
+
         command.serve(
             model=model, gpu=gpu, rate=rate, input_tokens=input_tokens, output_tokens=output_tokens,
-            token_ms=token_ms, first_token_ms=first_token_ms, as_json=as_json,
+            token_ms=parse_ms(tpot), first_token_ms=parse_ms(ttft), as_json=as_json,
         )  # fmt: skip
         return
     command.plan(
@@ -67,7 +76,12 @@ def plan_validate(
     out: Annotated[Path | None, Option(help="A folder for validation.html and the plot.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare predictions with published measurements: errors per source, and the ranking of layouts."""
+    """Compare predictions with published measurements: errors per source, and the ranking of layouts.
+
+    Examples:
+      bagu plan validate
+      bagu plan validate --out validation
+    """
     from bagu.parallel.planner import command
 
     command.validation(out=out, as_json=as_json)

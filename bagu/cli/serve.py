@@ -13,13 +13,33 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http.options import ServerOptions
 
 
-@takes(ServerOptions, Loader, EngineConfig, ServeOptions, config=ConfigFile)
+@takes(
+    ServerOptions, Loader, EngineConfig, ServeOptions, config=ConfigFile,
+    groups={
+        "KV cache": "kv_dtype kv_memory num_blocks block_size gpu_memory_utilization prefix_cache",
+        "Engine": "max_num_batched_tokens threads invariant seed speculative speculative_tokens",
+        "Adapters": "adapters max_adapters max_adapter_rank adapter_root",
+        "Requests": "generation_config tool_parser reasoning_parser embeddings served_model_name",
+        "HTTP": "api_keys open_metrics allowed_origins max_queue shutdown_timeout",
+        "Logs and traces": "log_level log_format otlp_endpoint",
+    },
+)  # fmt: skip
 def serve(server: ServerOptions, loader: Loader, engine: EngineConfig, more: ServeOptions) -> None:
-    """Start an OpenAI-compatible server, with a chat page at /. MODEL may be a model repository (docs/running.md)."""
+    """Start an OpenAI-compatible server, with a chat page at /. MODEL may be a model repository (docs/running.md).
+
+    Examples:
+      bagu serve runs/demo/grpo
+      bagu serve Qwen/Qwen3-0.6B --port 9000 --quantization int8
+    """
     recipe.serve_main(loader, engine, server, more)
 
 
 @takes(ChatOptions)
 def chat(options: ChatOptions) -> None:
-    """Chat with a model in the terminal."""
+    """Chat with a model in the terminal.
+
+    Examples:
+      bagu chat runs/demo/grpo
+      bagu chat http://127.0.0.1:8000 --prompt "What is a KV cache?"
+    """
     raise typer.Exit(recipe.chat_main(options))

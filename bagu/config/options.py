@@ -31,13 +31,15 @@ class Argument:
 @dataclass(frozen=True)
 class Option:
     """An option, by `flags` or --field-name; `envvar` is the environment variable that sets it too. `parse` reads the
-    value, or each value of a repeatable option, from its text."""
+    value, or each value of a repeatable option, from its text. A `hidden` option is an old way
+    that still works."""
 
     help: str
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     envvar: str | None = None
     parse: Callable[[str], Any] | None = None
+    hidden: bool = False
 
 
 def parameters(cls: type[Any]) -> Iterator[tuple[Field[Any], Any, Argument | Option]]:
@@ -87,5 +89,7 @@ KV_DTYPE = Option("Dtype of the KV cache: auto (the model's), int8 or fp8.")
 TENSOR_PARALLEL = Option(
     "Divide the model over this many processes, one per GPU.", flags=("--tp", "--tensor-parallel-size")
 )
-PREFIX_CACHING = "Reuse the KV cache of common prompt prefixes."
+PREFIX_CACHING = Option(
+    "Reuse the KV cache of common prompt prefixes.", flags=("--enable-prefix-caching/--no-enable-prefix-caching",)
+)
 AS_JSON = Option("Print JSON, and nothing else, on stdout.", flags=("--json",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.explanation import Explanation
 from bagu.recipes.find import find_model
+from bagu.recipes.length import progress_of, train_for, with_steps
 from bagu.recipes.models import load_model, save_as_gguf, save_model, tokenizer_folder
 from bagu.recipes.ranks import asked_ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
@@ -91,7 +93,9 @@ def _built(given: TrainOptions, on_mesh: Callable[[Run], list[str]]) -> Run:
         run = with_start(with_data(load_run(config), data), start)
     else:
         run = with_start(with_data(find_recipe(recipe or DEFAULT), data), start)
-    run = with_settings(run, [*on_mesh(run), *given.settings])
+    if given.steps is not None:
+        run = replace(run, train=replace(run.train, steps=given.steps)) if resumed else with_steps(run, given.steps)
+    run = with_settings(run, [*on_mesh(run), *_named_settings(given), *given.settings])
     if given.reward is not None:
         run = replace(run, objective=_with_reward(run.objective, given.reward))
     if given.wandb is not None:
@@ -109,6 +113,22 @@ def _built(given: TrainOptions, on_mesh: Callable[[Run], list[str]]) -> Run:
             hint="leave --prompt out, or set train.sample_every",
         )
     return run
+
+
+def _named_settings(given: TrainOptions) -> list[str]:
+    """The settings that have an option of their own."""
+    keys = {"train.steps": given.steps, "train.optimizer.lr": given.lr, "device": given.device}
+    for setting in given.settings:
+        key = setting.partition("=")[0].strip()
+        if keys.get(key) is not None:
+            raise ArgumentError(f"--{key.rpartition('.')[2]} and --set {key} are both given", hint="leave one out")
+    if given.minutes is not None:
+        others = ("steps", "resume", "nproc", "mesh", "dry_run", "explain")
+        if clash := next((name for name in others if getattr(given, name)), None):
+            raise ArgumentError(f"--minutes is given with --{clash.replace('_', '-')}", hint="leave one of them out")
+        if not 0 < given.minutes < float("inf"):
+            raise ArgumentError(f"--minutes {given.minutes}", hint="more than 0")
+    return [f"{key}={value}" for key, value in keys.items() if value is not None and key != "train.steps"]
 
 
 def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
@@ -132,10 +152,19 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         announce(None, summary)
         return 0
     with opened_mesh(run, place, out) as mesh:
-        done = train(
-            run, out, resume=resume, accept_data_change=accept_data_change, announce=partial(announce, mesh),
-            prompts=given.prompt or PROMPTS, mesh=mesh, timeline=given.explain, fit_context=not chosen,
-        )  # fmt: skip
+
+        def start(run: Run, resume: bool, pause_after: int | None) -> Trained:
+            return train(
+                run, out, resume=resume, accept_data_change=accept_data_change, pause_after=pause_after,
+                announce=partial(announce, mesh) if pause_after is None else None, prompts=given.prompt or PROMPTS,
+                mesh=mesh, timeline=given.explain, fit_context=not chosen,
+                progress=None if given.minutes is None else progress_of(run, pause_after),
+            )  # fmt: skip
+
+        if given.minutes is None:
+            done = start(run, resume, None)
+        else:
+            run, done = train_for(given.minutes, run, time.monotonic(), start)
     if given.explain and (place is None or place.rank == 0):
         explanation.after(mesh, done.fit)
     if place is not None and place.rank > 0:
@@ -146,8 +175,19 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     early = "" if done.fit.step == run.train.steps else f" after {steps}: the reward has reached objective.stop_reward"
     state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
     state += "" if done.idle is None else f", and nothing was learned: {done.idle}"
-    console.print(f"{state}\nmodel: {out / 'model'}\nreport: {report}", highlight=False, soft_wrap=True)
+    after = "" if done.fit.interrupted else f"\nnext: {_next_command(run, done, out)}"
+    said = f"{state}\nmodel: {out / 'model'}\nreport: {report}{after}"
+    console.print(said, highlight=False, soft_wrap=True, markup=False)
     return 130 if done.fit.interrupted else 0 if done.idle is None else IDLE_STATUS
+
+
+def _next_command(run: Run, done: Trained, out: Path) -> str:
+    """What to do with the model of a finished run."""
+    if run.objective.kind in ("mlm", "reward"):
+        return f"bagu serve {out}"
+    if done.tokenizer.chat_template is not None and run.init_from is not None:
+        return f"bagu chat {out}"
+    return f"bagu eval {out} continue4, or bagu train CHATS --recipe sft --from {out} --out runs/sft"
 
 
 def _with_reward(objective: Objective, reward: str) -> Objective:

@@ -25,7 +25,7 @@ from bagu.eval.score import Result, evaluate
 from bagu.eval.task import NORMALIZATIONS, Task, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.words import p_value, scale_of
-from bagu.recipes.verbs import EvalOptions
+from bagu.recipes.verbs import CompareOptions, EvalOptions
 from bagu.runs.plain_progress import PlainLines
 from bagu.runs.progress import draws
 
@@ -158,9 +158,9 @@ def training_texts(path: Path) -> Iterator[str]:
     yield from (document.text for document in open_source(path).documents())
 
 
-def compare_main(given: EvalOptions) -> int:
-    """`bagu eval --compare A B`: compare two folders of results."""
-    a, b = Path(given.model), Path(given.tasks[0])
+def compare_main(given: CompareOptions) -> int:
+    """`bagu compare A B`: compare two folders of results."""
+    a, b = given.a, given.b
     found = compare_folders(a, b)
     page = write_comparison(found, (a.name, b.name), given.out or b / f"against-{a.name}.html")
     if given.as_json:

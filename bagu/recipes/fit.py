@@ -1,9 +1,7 @@
 """`bagu.fit`: train on texts, chats, a file or a folder, for a number of steps or of minutes.
 
 Texts and chats in memory are written to the cache as JSON lines, so that a run has a file as its source like any other:
-it can be reported, resumed and searched. With `minutes`, the first steps are timed and the run goes on with the number
-of steps that fits. The learning rate stays at its peak for the first half of such a run (`wsd`), so the first steps are
-those of a run that had this number from the start.
+it can be reported, resumed and searched.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +24,13 @@ from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.command import PROMPTS, report_of
 from bagu.recipes.find import find_model
 from bagu.recipes.language_model import Message, Model, Source, load
+from bagu.recipes.length import progress_of, train_for, with_steps
 from bagu.recipes.models import model_config
 from bagu.recipes.run import Run, with_settings
 from bagu.recipes.training import Trained, train
-from bagu.runs.progress import TrainProgress
-from bagu.train.schedule import ScheduleConfig
 
 MINUTES = 2.0  # default
-TIMED_STEPS = 8  # before the number of steps is chosen
-EVALUATIONS, EVAL_BATCHES = 4, 4  # in a run, and the most batches of each
-FORWARD_SHARE = 1 / 3  # the time of a forward as a fraction of a training step
-OVERHEAD = 1.08  # samples and checkpoints, relative to the steps
+EVAL_BATCHES = 4  # the most batches of an evaluation
 
 Data = Source | Sequence[str] | Sequence[Sequence[Message]]
 
@@ -106,18 +100,9 @@ def fit(
     run = with_settings(replace(run, eval_batches=min(run.eval_batches, EVAL_BATCHES)), settings)
     folder = _free_folder() if out is None else Path(out)
     if steps is not None:
-        warmup = min(run.train.schedule.warmup_steps, max(1, steps // 10))
-        run = _with_steps(run, steps, replace(run.train.schedule, warmup_steps=warmup))
-        return _fitted(run, _train(run, folder))
-    warmup = min(run.train.schedule.warmup_steps, TIMED_STEPS)
-    schedule = ScheduleConfig(kind="wsd", warmup_steps=warmup, decay_share=0.5)
-    run = replace(run, train=replace(run.train, schedule=schedule))
-    begun = _train(run, folder, pause_after=TIMED_STEPS)
-    if begun.fit.interrupted:
-        return _fitted(run, begun)
-    left = 60 * (minutes or MINUTES) - (time.monotonic() - began)
-    run = _with_steps(run, _fitting(begun, left), schedule)
-    return _fitted(run, _train(run, folder, resume=True))
+        run = with_steps(run, steps)
+        return _fitted(run, _train(folder, run))
+    return _fitted(*train_for(minutes or MINUTES, run, began, partial(_train, folder)))
 
 
 def _check(minutes: float | None, steps: int | None, settings: Sequence[str]) -> None:
@@ -162,31 +147,9 @@ def _free_folder() -> Path:
     return next(path for path in map(Path, names) if not path.exists())
 
 
-def _with_steps(run: Run, steps: int, schedule: ScheduleConfig) -> Run:
-    """The run with this many steps, and what happens every so many of them often enough for a short run."""
-    most = max(1, steps // EVALUATIONS)
-    every = {
-        name: min(value, most)
-        for name in ("eval_every", "sample_every", "save_every")
-        if (value := getattr(run.train, name)) is not None
-    }
-    return replace(run, train=replace(run.train, steps=steps, schedule=schedule, **every))
-
-
-def _train(run: Run, folder: Path, *, resume: bool = False, pause_after: int | None = None) -> Trained:
-    shown = TrainProgress(
-        pause_after or run.train.steps, name=run.objective.kind if pause_after is None else "timing",
-        formats=run.objective.display().progress, quiet=("resume",),
-    )  # fmt: skip
+def _train(folder: Path, run: Run, resume: bool = False, pause_after: int | None = None) -> Trained:
+    shown = progress_of(run, pause_after)
     return train(run, folder, resume=resume, pause_after=pause_after, progress=shown, prompts=PROMPTS)
-
-
-def _fitting(begun: Trained, seconds: float) -> int:
-    """How many steps, with those of `begun`, fit into the time. The median leaves out the first, slow ones."""
-    rows = begun.folder.metrics()
-    step_s = statistics.median(row["tokens"] / row["tokens_per_s"] for row in rows)
-    evaluations = EVALUATIONS * EVAL_BATCHES * FORWARD_SHARE
-    return max(2 * TIMED_STEPS, TIMED_STEPS + int((seconds / step_s - evaluations) / OVERHEAD))
 
 
 def _fitted(run: Run, done: Trained) -> Fitted:

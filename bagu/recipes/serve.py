@@ -26,7 +26,7 @@ class ServeOptions:
     # auto: generation_config.json in the model's folder
     generation_config: Annotated[str, Option("Sampling defaults: auto (the model's own), none, or a folder.")] = "auto"
     allow_adapter_loading: Annotated[
-        bool, Option("Deprecated: --adapter-root is enough.", flags=("--allow-adapter-loading",))
+        bool, Option("Deprecated: --adapter-root is enough.", flags=("--allow-adapter-loading",), hidden=True)
     ] = False
 
 

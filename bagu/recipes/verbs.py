@@ -41,9 +41,15 @@ class TrainOptions:
         str | None,
         Option("Initial weights: a run, a checkpoint, a Hugging Face folder, an adapter.", flags=("--from",)),
     ] = None
+    steps: Annotated[int | None, Option("Number of steps. Default: the recipe's.")] = None
+    minutes: Annotated[float | None, Option("Train for this time instead: the first steps are timed.")] = None
+    lr: Annotated[float | None, Option("Peak learning rate. Default: the recipe's.")] = None
+    device: Annotated[str | None, options.DEVICE] = None
     settings: Annotated[
         tuple[str, ...],
-        Option("Override a setting, e.g. train.optimizer.lr=3e-4; repeatable.", flags=("--set",), metavar="KEY=VALUE"),
+        Option(
+            "A setting of docs/settings.md, e.g. train.clip=0.5; repeatable.", flags=("--set",), metavar="KEY=VALUE"
+        ),
     ] = ()
     out: Annotated[Path, Option("The folder of the run.")] = Path("runs/train")
     resume: Annotated[bool, Option("Resume the run in the folder --out.", flags=("--resume",))] = False
@@ -81,7 +87,9 @@ class ExportOptions:
     out: Annotated[Path, Argument("The folder to write, or the GGUF or ONNX file.")]
     dtype: Annotated[str | None, Option("bf16 or fp32. Default: as saved.")] = None
     format: Annotated[str, Option("safetensors (a Hugging Face folder), gguf or onnx.")] = "safetensors"
-    quantization: Annotated[str | None, Option("For GGUF: f32, f16, bf16, q8_0 or q4_0. Default: f16.")] = None
+    quantization: Annotated[
+        str | None, Option("For GGUF: f32, f16, bf16, q8_0 or q4_0. Default: f16.", flags=("--gguf-type",))
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,7 @@ class EvalOptions:
     tasks: Annotated[
         tuple[str, ...], Argument("Built-in tasks, task files (.toml), or BENCHMARK=PATH.", metavar="TASK")
     ]
-    compare: Annotated[bool, Option("Compare two folders of results: MODEL and TASK.", flags=("--compare",))] = False
+    compare: Annotated[bool, Option("Deprecated: bagu compare A B.", flags=("--compare",), hidden=True)] = False
     out: Annotated[Path | None, Option("The folder of results. Default: evals/NAME.")] = None
     limit: Annotated[int | None, Option("Evaluate only this many items per task.")] = None
     few_shot: Annotated[int | None, Option("Number of examples before each question.")] = None
@@ -105,4 +113,12 @@ class EvalOptions:
     api_key: Annotated[str | None, options.API_KEY] = None
     judge: Annotated[str | None, Option("Grades answers: a server (URL or URL#MODEL), or a model's path.")] = None
     judge_api_key: Annotated[str | None, Option("The judge's API key.", envvar="BAGU_JUDGE_API_KEY")] = None
+    as_json: Annotated[bool, options.AS_JSON] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    a: Annotated[Path, Argument("A folder of results (`bagu eval --out`).", metavar="A")]
+    b: Annotated[Path, Argument("Another one; differences are B minus A.", metavar="B")]
+    out: Annotated[Path | None, Option("The page to write. Default: B/against-A.html.")] = None
     as_json: Annotated[bool, options.AS_JSON] = False

@@ -97,9 +97,7 @@ class EngineConfig:
         int | None, Option("KV cache size, e.g. 2GB. Default: free memory, on a CPU up to 1GiB.", parse=parse_bytes)
     ] = None
     num_blocks: Annotated[int | None, Option("Size of the KV cache in blocks, instead of bytes.")] = None
-    prefix_cache: Annotated[
-        bool, Option(PREFIX_CACHING, flags=("--enable-prefix-caching/--no-enable-prefix-caching",))
-    ] = True
+    prefix_cache: Annotated[bool, PREFIX_CACHING] = True
     speculative: Annotated[
         str | None, Option("Draft tokens by prompt lookup (ngram), or by the model at this path.")
     ] = None
