@@ -70,6 +70,7 @@ check: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layers.py tests/test_public_names.py
 	$(BIN)/python -m benchmarks.tools.tables --check
+	$(BIN)/python -m benchmarks.tools.settings --check
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .
@@ -77,6 +78,7 @@ format: $(VENV)/ready
 
 tables: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tools.tables
+	$(BIN)/python -m benchmarks.tools.settings
 	$(BIN)/python -m benchmarks.tools.architecture
 
 clean:

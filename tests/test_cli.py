@@ -94,7 +94,7 @@ def test_serve_errors_name_the_option(
         ("serve . --threads 0", "threads = 0"),
         ("bench dpo --pairs 0 --device cpu", "0 pairs"),
         (f"bench dpo --peer {__file__} --device cpu", "there is no peer"),
-        ("bench grpo --new 0 --device cpu", "samples of 0 tokens"),
+        ("bench grpo --output-tokens 0 --device cpu", "samples of 0 tokens"),
         ("bench layers linear --batch 0 --device cpu", "batches [0]"),
         ("bench layers linear --seconds -1 --device cpu", "-1.0 seconds"),
         ("bench layers linear --device gpu", "unknown device 'gpu'"),

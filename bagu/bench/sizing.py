@@ -156,7 +156,7 @@ def _with(case: Case, knob: Knob, value: int) -> Case:
     return case.replace(**{name: (*shape[:index], value, *shape[index + 1 :])})
 
 
-def parse_size(text: str, option: str = "--size") -> dict[str, int | tuple[int, ...]]:
+def parse_size(text: str, option: str = "--sizes") -> dict[str, int | tuple[int, ...]]:
     """ "M=4096,shape=32x64x7x7" as {"M": 4096, "shape": (32, 64, 7, 7)}."""
     size: dict[str, int | tuple[int, ...]] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):

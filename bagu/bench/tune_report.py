@@ -33,7 +33,7 @@ def show_missing(console: Console | None = None, *, as_json: bool = False) -> No
     lines = [(k.op, k.step, k.dtype, " ".join(f"{n}{list(s)}" for n, s in k.shapes), k.device) for k in found]
     heads = ("op", "step", "dtype", "shapes", "device")
     console.print(plain(heads, lines, right=heads[2:]))
-    console.print("[dim]`bagu tune ops NAME --shapes …` measures an op at other shapes[/]")
+    console.print("[dim]`bagu tune ops NAME --sizes …` measures an op at other shapes[/]")
 
 
 def merge_stores(files: Sequence[Path], console: Console | None = None) -> None:

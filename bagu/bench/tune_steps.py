@@ -64,8 +64,8 @@ def targets(names: Sequence[str], cases: Sequence[str], shapes: Sequence[str], d
             raise ArgumentError(f"{name} has no tuning space", hint=f"these have one: {', '.join(tunable)}")
     if shapes and not names:
         raise ArgumentError(
-            "--shapes was given without an op, and the names of sizes differ between ops",
-            hint="name the ops: bagu tune ops rms_norm --shapes M=4096,N=8192",
+            "--sizes was given without an op, and the names of sizes differ between ops",
+            hint="name the ops: bagu tune ops rms_norm --sizes M=4096,N=8192",
         )
     specs = [s for name, s in tunable.items() if not names or name in names]
     known = [c.name for s in specs for c in s.cases if c.bench]
@@ -88,14 +88,14 @@ def _tunable(spec: OpSpec) -> Mapping[str, Mapping[str, Sequence[int | None]]]:
 
 
 def _resized(spec: OpSpec, case: Case, text: str, dtype: torch.dtype) -> Case:
-    if not (size := parse_size(text, "--shapes")):
-        raise ArgumentError("--shapes is empty; expected NAME=NUMBER", hint="--shapes M=4096,N=4096")
+    if not (size := parse_size(text, "--sizes")):
+        raise ArgumentError("--sizes is empty; expected NAME=NUMBER", hint="--sizes M=4096,N=4096")
     made = resize(spec, case, size)
     try:
         forward_bytes(spec, made, dtype)
     except RuntimeError as error:  # torch, while the inputs are made
         reason = str(error).splitlines()[0]
-        raise ArgumentError(f"{spec.name}: no inputs can be made for --shapes {text}: {reason}") from None
+        raise ArgumentError(f"{spec.name}: no inputs can be made for --sizes {text}: {reason}") from None
     return made
 
 

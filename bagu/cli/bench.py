@@ -20,6 +20,7 @@ from bagu.bench.options import (
     OpSetting,
     TrainBench,
 )
+from bagu.cli.found import check_files, check_model
 from bagu.cli.help import Verbs, grouped
 from bagu.cli.options import (
     ApiKey,
@@ -121,6 +122,7 @@ def bench_engine(
       bagu bench engine --streams 1 --streams 8
       bagu bench engine runs/demo/grpo --requests 64 --peer generate
     """
+    check_model(model)
     user_environ = wait_briefly()  # must run before torch is imported
     from bagu.bench import engine as part
     from bagu.bench.engine_timing import Case
@@ -155,6 +157,8 @@ def bench_constrained(given: ConstrainedBench, setting: BenchSetting) -> None:
       bagu bench constrained
       bagu bench constrained runs/demo/grpo --schema people.json
     """
+    check_model(given.model)
+    check_files(given.schema)
     wait_briefly()  # must run before torch is imported
     from bagu.bench.constrained import main
     from bagu.recipes.serve import Loader
@@ -252,6 +256,8 @@ def bench_serve(
       bagu bench serve http://127.0.0.1:8000 --sweep 1,2,4,8
       bagu bench serve runs/demo/grpo --ttft 300ms --tpot 30ms
     """
+    check_files(trace)
+    check_model(target)
     from contextlib import nullcontext
 
     from bagu.bench import serve as part

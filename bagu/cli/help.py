@@ -22,6 +22,7 @@ SCREEN = 60  # lines; a longer help is shortened
 COLUMN = 26  # where descriptions begin
 SECTIONS = ("Make a model", "Use a model", "Learn", "Measure and tune", "This machine", "Commands")
 JOINED = "\N{NO-BREAK SPACE}"  # between words that stay on one line
+SETTINGS = {"help_option_names": ["-h", "--help"]}
 KINDS = {int: "N", float: "X", Path: "PATH"}
 # Old names of options, which work until 0.2 in verbs that have an option of the new name and none of the old.
 RENAMED = {
@@ -80,11 +81,11 @@ class Verbs(typer.Typer):
     def __init__(self, help: str, *, completion: bool = False) -> None:
         super().__init__(
             cls=Group, help=help, add_completion=completion, pretty_exceptions_enable=False, no_args_is_help=True,
-            rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]},
+            rich_markup_mode=None, context_settings=SETTINGS,
         )  # fmt: skip
 
     def command(self, name: str | None = None, *, section: str | None = None, **given: Any) -> Any:
-        return super().command(name, cls=Verb, rich_help_panel=section, **given)
+        return super().command(name, cls=Verb, rich_help_panel=section, context_settings=SETTINGS, **given)
 
 
 def _answer_help_all(command: Any, ctx: Any, args: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from bagu.cli.help import Verbs
 from bagu.cli.options import LabResults
+from bagu.errors import UnknownName
 
 lab = Verbs("Labs: measure a textbook claim on this machine.")
 
@@ -53,6 +54,11 @@ def lab_run(
         return
     if names and every:
         raise typer.BadParameter("give the names of labs, or --all, not both")
+    from bagu.lab import catalogue
+
+    for name in names or ():
+        if name not in catalogue.names():  # before torch is imported
+            raise UnknownName.among("lab", name, catalogue.names())
     from bagu.lab.run import run_labs
 
     raise typer.Exit(run_labs(names or (), out=out, quick=quick, resume=resume))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from bagu.cli.found import check_files, check_model
 from bagu.cli.help import Verbs
 from bagu.cli.options import takes
 from bagu.recipes.verbs import CompareOptions, DemoOptions, EvalOptions, ExportOptions, TrainOptions
@@ -44,6 +45,8 @@ def train(given: TrainOptions) -> None:
       bagu train notes/ --minutes 10
       bagu train chats.jsonl --recipe sft --from runs/train --out runs/sft
     """
+    check_files(given.config, *(path for path in given.data if path != "stdlib"))
+    check_model(given.start)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
     from bagu.recipes import command
 
@@ -57,6 +60,7 @@ def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> Non
       bagu report runs/train
       bagu report runs/demo/sft
     """
+    check_files(run)
     from bagu.train.report import write_report
 
     typer.echo(write_report(run))
@@ -70,6 +74,7 @@ def export(given: ExportOptions) -> None:
       bagu export runs/demo/grpo exported
       bagu export runs/demo/grpo model.gguf --format gguf --gguf-type q8_0
     """
+    check_model(given.model)
     from bagu.recipes import command
 
     command.export_main(given)
@@ -83,6 +88,10 @@ def evaluate(given: EvalOptions) -> None:
       bagu eval runs/demo/sft continue4 --out evals/sft
       bagu eval http://127.0.0.1:8000 gsm8k=gsm8k.jsonl --limit 100
     """
+    files = (name.rpartition("=")[2] for name in given.tasks if "=" in name or name.endswith(".toml"))
+    check_files(*files, *(() if not given.compare else (given.model,)))
+    if not given.compare:
+        check_model(given.model)
     from bagu.recipes import evaluate as part
 
     if given.compare:
@@ -102,6 +111,7 @@ def compare(given: CompareOptions) -> None:
       bagu compare evals/pretrain evals/sft
       bagu compare evals/fp32 evals/int8 --out int8.html
     """
+    check_files(given.a, given.b)
     from bagu.recipes.evaluate import compare_main
 
     raise typer.Exit(compare_main(given))
@@ -120,6 +130,7 @@ def tokenizer_train(
       bagu tokenizer train tokenizers/4k
       bagu tokenizer train tokenizers/notes notes/ --vocab-size 8192
     """
+    check_files(data)
     from bagu.data import tokenizer_cli
 
     tokenizer_cli.train_main(out, path=data, vocab_size=vocab_size, max_mb=max_mb)
@@ -137,6 +148,7 @@ def tokenizer_stats(
       bagu tokenizer stats tokenizers/4k
       bagu tokenizer stats runs/demo/pretrain/tokenizer notes/ --max-mb 1
     """
+    check_files(path, data)
     from bagu.data import tokenizer_cli
 
     tokenizer_cli.stats_main(path, path=data, max_mb=max_mb)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from bagu.cli.found import check_files
 from bagu.cli.help import Verbs
 from bagu.cli.options import AsJson
 from bagu.errors import ArgumentError
@@ -55,6 +56,7 @@ def plan(
             option, what = "--" + name.replace("_", "-"), "training run" if serve else "deployment"
             hint = "leave it out, or leave out --serve" if serve else "leave it out, or add --serve"
             raise ArgumentError(f"{option} is an option for planning a {what}", hint=hint)
+    check_files(*(path for path in (model, gpu) if Path(path).suffix))
     from bagu.parallel.planner import command
 
     if serve:

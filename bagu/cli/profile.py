@@ -9,6 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from bagu.cli.found import check_model
 from bagu.cli.help import Verbs
 from bagu.cli.options import BenchDtype, Device, Model, ModelDtype, OpDtype
 
@@ -83,6 +84,7 @@ def profile_serve(
       bagu profile serve runs/demo/grpo
       bagu profile serve Qwen/Qwen3-0.6B --streams 32 --input-tokens 512
     """
+    check_model(model)
     from bagu.bench import profile_targets as part
     from bagu.recipes.loader import Loader
 

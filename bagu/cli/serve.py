@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from bagu.cli.config_file import ConfigFile
+from bagu.cli.found import check_model
 from bagu.cli.options import takes
 from bagu.recipes import serve as recipe
 from bagu.recipes.loader import Loader
@@ -42,4 +43,5 @@ def chat(options: ChatOptions) -> None:
       bagu chat runs/demo/grpo
       bagu chat http://127.0.0.1:8000 --prompt "What is a KV cache?"
     """
+    check_model(options.model)
     raise typer.Exit(recipe.chat_main(options))

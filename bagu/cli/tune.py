@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from bagu.cli.found import check_files, check_model
 from bagu.cli.help import Verbs
 from bagu.cli.options import AsJson, Model, OpDtype, SharedPrefix
 
@@ -76,6 +77,7 @@ def tune_merge(files: Annotated[list[Path], Argument(metavar="FILE", help="Store
     Examples:
       bagu tune merge other/tuning.jsonl
     """
+    check_files(*files)
     from bagu.bench.tune_report import merge_stores
 
     merge_stores(files)
@@ -110,6 +112,7 @@ def tune_serve(
       bagu tune serve runs/demo/grpo --ttft 300ms --tpot 30ms
       bagu tune serve runs/demo/grpo --try max_num_seqs=4,16 --share 0.5
     """
+    check_model(model)
     from bagu.bench.tune import serve as part
     from bagu.bench.tune.roofline import roofline_of
     from bagu.bench.units import parse_ms

@@ -213,7 +213,7 @@ def export_main(given: ExportOptions) -> None:
         raise UnknownName.among("format", format, FORMATS)
     if quantization is not None and format != "gguf":
         raise ArgumentError(
-            f"--quantization {quantization} is for GGUF, and the format is {format}", hint="add --format gguf"
+            f"--gguf-type {quantization} is for GGUF, and the format is {format}", hint="add --format gguf"
         )
     if format in FILES and (out.suffix != f".{format}" or out.is_dir()):
         hint = f"name a file, such as {out / f'model.{format}'}"

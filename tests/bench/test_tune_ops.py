@@ -280,10 +280,10 @@ def test_shapes_replace_the_sizes_of_the_first_case() -> None:
     [
         (["rms_norm"], "M=4,Q=3", "no size of rms_norm.* 'Q'"),
         (["rms_norm"], "M=4x4", "rms_norm: size M is .4, 4.; expected a number"),
-        (["rms_norm"], "M=-4", "--shapes has 'M=-4'; expected NAME=NUMBER"),
-        (["rms_norm"], "", "--shapes is empty"),
+        (["rms_norm"], "M=-4", "--sizes has 'M=-4'; expected NAME=NUMBER"),
+        (["rms_norm"], "", "--sizes is empty"),
         (["group_norm"], "groups=7", "group_norm: "),
-        ([], "M=4", "--shapes was given without an op"),
+        ([], "M=4", "--sizes was given without an op"),
         (["attention"], "H=4", "attention has no tuning space"),
         (["rms_nrom"], "M=4", "no op 'rms_nrom'"),
     ],
@@ -301,12 +301,12 @@ def test_a_budget_is_written_with_its_unit() -> None:
 
 
 def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = {"--budget": "is not a length of time", "--shapes": "expected NAME=NUMBER", "--case": "benchmark case"}
+    commands = {"--budget": "is not a length of time", "--sizes": "expected NAME=NUMBER", "--case": "benchmark case"}
     for option, words in commands.items():
         with pytest.raises(SystemExit):
             main(["tune", "ops", "softmax", option, "x"])
         assert words in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
-            main(["tune", "ops", "softmax", "--shapes", "M=64,N=512", "--budget", "5m"])
+            main(["tune", "ops", "softmax", "--sizes", "M=64,N=512", "--budget", "5m"])
         assert "no CUDA device" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`bagu eval` and `bagu eval --compare`, on a folder of a small model."""
+"""`bagu eval` and `bagu compare`, on a folder of a small model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "m0", folder / "m1"
 
 
-def run(*args: object) -> str:
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, args)], catch_exceptions=False)
+def run(*args: object, verb: str = "eval") -> str:
+    result = CliRunner().invoke(cli.app, [verb, *map(str, args)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -49,11 +49,11 @@ def test_evaluate_twice_and_compare(models: tuple[Path, Path], tmp_path: Path) -
     assert found[0]["task"] == "capitals" and {"mean", "low", "high"} <= found[0]["metrics"]["accuracy"].keys()
     result = json.loads((tmp_path / "b/capitals/result.json").read_text())
     assert result["metrics"]["accuracy"]["mean"] == found[0]["metrics"]["accuracy"]["mean"]
-    compared = run("--compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
+    compared = run(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html", verb="compare")
     assert "clusters: capitals" in compared and "page.html" in compared.replace("\n", "")
     page = (tmp_path / "page.html").read_text()
     assert "<svg" in page and "items on which they differ" in page and "<script" not in page
-    same = json.loads(run("--compare", tmp_path / "a", tmp_path / "a", "--json"))
+    same = json.loads(run(tmp_path / "a", tmp_path / "a", "--json", verb="compare"))
     assert same[0]["difference"]["p_value"] == 1.0
 
 
@@ -97,7 +97,7 @@ def test_wrong_arguments_are_named(args: list[str], message: str, models: tuple[
 
 def test_folders_without_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="there are no results in"):
-        CliRunner().invoke(cli.app, ["eval", "--compare", str(tmp_path), str(tmp_path)], catch_exceptions=False)
+        CliRunner().invoke(cli.app, ["compare", str(tmp_path), str(tmp_path)], catch_exceptions=False)
 
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path: Path) -> None:

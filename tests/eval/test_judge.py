@@ -88,8 +88,8 @@ def task(tmp_path: Path) -> Path:
     return tmp_path / "task.toml"
 
 
-def run(*args: object) -> str:
-    result = CliRunner().invoke(cli.app, ["eval", *map(str, args)], catch_exceptions=False)
+def run(*args: object, verb: str = "eval") -> str:
+    result = CliRunner().invoke(cli.app, [verb, *map(str, args)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 
@@ -104,7 +104,7 @@ def test_grades_come_from_the_judge_and_missing_ones_are_counted(model: Path, ta
     result = json.loads((out / "greeting/result.json").read_text())
     found = result["metrics"]["accuracy"]
     assert (found["mean"], found["items"], result["ungraded"]) == (pytest.approx(0.4), 9, 3)
-    same = json.loads(run("--compare", out, out, "--json"))
+    same = json.loads(run(out, out, "--json", verb="compare"))
     assert same[0]["a"]["items"] == 9
 
 

@@ -109,7 +109,7 @@ def test_command_prints_a_table_json_and_pages(tmp_path: Path, capsys: pytest.Ca
 
 def test_serving_plan(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["plan", "--serve", "--model", "llama3-8b", "--gpu", "h100", "--rate", "20", "--token-ms", "20", "--json"])
+        main(["plan", "--serve", "--model", "llama3-8b", "--gpu", "h100", "--rate", "20", "--tpot", "20ms", "--json"])
     assert not end.value.code
     rows = json.loads(capsys.readouterr().out)
     assert rows[0]["gpus"] == min(row["gpus"] for row in rows)
@@ -191,4 +191,4 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
 
 def test_a_latency_that_no_deployment_meets() -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "--serve", "--model", "llama3-70b", "--token-ms", "0.1"])
+        main(["plan", "--serve", "--model", "llama3-70b", "--tpot", "0.1"])

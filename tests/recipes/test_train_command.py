@@ -48,6 +48,23 @@ def settings(*more: str) -> list[str]:
     return [part for s in (*TINY, *more) for part in ("--set", s)]
 
 
+def test_options_for_the_usual_settings(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = [part for s in TINY if not s.startswith("train.steps") for part in ("--set", s)]
+    monkeypatch.chdir(tmp_path)
+    assert bagu("train", texts, "--out", "a", "--steps", "4", "--lr", "0.002", "--device", "cpu", *plain) == 0
+    assert "next: bagu eval a continue4" in capsys.readouterr().err
+    saved = json.loads(Path("a/config.json").read_text())
+    assert (saved["train"]["steps"], saved["train"]["optimizer"]["lr"], saved["device"]) == (4, 0.002, "cpu")
+    assert bagu("train", texts, "--out", "b", "--minutes", "0.02", *plain) == 0
+    steps = json.loads(Path("b/config.json").read_text())["train"]["steps"]
+    assert steps == len(RunFolder(Path("b")).metrics()) >= 16
+    for words in (["--steps", "3", "--set", "train.steps=4"], ["--minutes", "1", "--steps", "3"], ["--minutes", "0"]):
+        assert bagu("train", texts, "--out", "c", *words) == 2
+        assert words[0] in capsys.readouterr().err and not Path("c").exists()
+
+
 def test_a_run_on_text_files_and_more_of_it(texts: Path, tmp_path: Path) -> None:
     assert bagu("train", texts, "--out", tmp_path / "run", *settings()) == 0
     folder = RunFolder(tmp_path / "run")
@@ -56,6 +73,8 @@ def test_a_run_on_text_files_and_more_of_it(texts: Path, tmp_path: Path) -> None
     assert [r["step"] for r in folder.metrics()] == list(range(9))
     assert bagu("export", tmp_path / "run", tmp_path / "exported", "--dtype", "fp32") == 0
     assert load_model(tmp_path / "exported").config == load_model(tmp_path / "run").config
+    assert bagu("train", "--resume", "--out", tmp_path / "run", "--steps", "10") == 0
+    assert len(folder.metrics()) == 10
     last = sorted(folder.checkpoints.iterdir())[-1]
     assert load_model(last).config == load_model(tmp_path / "run").config
 
