@@ -48,7 +48,7 @@ def _sections(cls: Any, where: str) -> Iterator[str]:
     for name, field in fields_of(cls).items():
         key, hint = dotted(where, name), hints[name]
         values = typing.get_args(hint)[1:] if typing.get_origin(hint) is dict else members_of(hint)
-        classes = {m for one in values for m in members_of(one) if dataclasses.is_dataclass(m)}
+        classes: set[Any] = {m for one in values for m in members_of(one) if dataclasses.is_dataclass(m)}
         if classes:
             inner += [
                 (member, f"{key}.NAME" if typing.get_origin(hint) is dict else key)
