@@ -32,10 +32,11 @@ Base = Literal["int8"]  # how the frozen weights are stored, if not in the dtype
 def add_lora(
     model: Transformer, *, rank: int, alpha: float, targets: str = ".*", seed: int = 0, base: Base | None = None
 ) -> list[str]:
-    """Add a pair of rank `rank` to every linear whose full name matches `targets`, and freeze all other parameters
-    except a score head, which starts at zero and has nothing to keep.
+    """Add a pair of rank `rank` to every linear but routers whose full name matches `targets`, and freeze all other
+    parameters except a score head, which starts at zero and has nothing to keep.
 
     Names are those of `model.named_modules()`: ".*(qkv|out)" is attention, ".*" is every linear. Returns the names.
+    A router is a parameter to PEFT, not a module, and the requests of a served batch cannot differ in it.
     `base` "int8" rounds the weights of all linears, chosen or not. Embeddings, norms, routers and experts keep their
     dtype: a rounded router may choose another expert.
     """
@@ -115,9 +116,9 @@ def lora_state(model: Transformer) -> dict[str, torch.Tensor]:
 
 
 def _chosen(model: Transformer, targets: str) -> dict[str, Linear]:
-    """The linears whose full name matches `targets`, at least one."""
+    """The linears whose full name matches `targets`, at least one, and no router."""
     check_targets(targets)
-    linears = linears_of(model)
+    linears = {name: m for name, m in linears_of(model).items() if not isinstance(m, Router)}
     chosen = {name: m for name, m in linears.items() if re.fullmatch(targets, name)}
     if not chosen:
         example = ", ".join(list(linears)[:4])

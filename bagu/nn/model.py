@@ -91,6 +91,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, **factory: Unpack[Factory]) -> None:
         super().__init__()
         self.config = config
+        self.family: str | None = None  # the model_type of the checkpoint it was loaded from
         V, D = config.vocab_size, config.hidden_size
         self.embedding = Embedding(V, D, **factory)
         self.positions = make_encoding(config, **factory)

@@ -4,11 +4,15 @@ PEFT names an adapter by its linear, base_model.model.<name>.lora_A.weight ([ran
 rank]). If bagu has one linear for several of PEFT's (qkv, gate_up), the rules of the family map rows of B to them: a
 pair is written once for each, with the same A. Pairs that are read become one pair whose rank is the sum of the ranks
 of the different A.
+
+transformers 5 has the experts of a layer in one module. PEFT takes the names of their linears, wherever they are, for
+that module's parameters, also in a dense layer or a shared expert: those are written as `target_parameters`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,11 +33,12 @@ from bagu.nn.model import Transformer
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+MERGE = "merge the adapter with PEFT's merge_and_unload, and use the merged model"
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path"}
 # Settings that do not affect the weights of a trained adapter.
 IRRELEVANT = {
-    "task_type", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout",
-    "inference_mode", "revision", "auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core",
+    "task_type", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "lora_dropout", "inference_mode", "revision", "auto_mapping", "peft_version", "fan_in_fan_out", "megatron_core",
     "qalora_group_size", "runtime_config",
 }  # fmt: skip
 # Other initializations (pissa, olora, ...) change the base too; such an adapter fits only the changed base.
@@ -67,7 +72,7 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
 
     Each file is replaced atomically: a failure keeps the weights that were there.
     """
-    folder, family = Path(folder), family_for(model.config)
+    folder, family = Path(folder), family_for(model.config, model.family)
     pairs = {name: m for name, m in linears_of(model).items() if m.lora_a is not None and m.lora_b is not None}
     if not pairs:
         raise WeightsError("the model has no LoRA to save", hint="call add_lora first")
@@ -91,8 +96,7 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM" if model.config.causal else None,
         "base_model_name_or_path": base, "r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": _targets(model, family, targets), "fan_in_fan_out": stored_as_in_out,
-        "inference_mode": True,
+        **_targets(model, family, targets), "fan_in_fan_out": stored_as_in_out, "inference_mode": True,
     }  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +126,7 @@ def load_adapter(model: Transformer, folder: str | Path) -> list[str]:
 @torch.no_grad()
 def read_adapter(model: Transformer, folder: str | Path) -> Adapter:
     """Read an adapter of `model`, its base, without changing the model. Raises as `load_adapter` does."""
-    folder, family = Path(folder), family_for(model.config)
+    folder, family = Path(folder), family_for(model.config, model.family)
     config = read_json(folder / ADAPTER_CONFIG)
     scale = _scale(folder / ADAPTER_CONFIG, config)
     stored = _read(folder / WEIGHTS)
@@ -132,18 +136,17 @@ def read_adapter(model: Transformer, folder: str | Path) -> Adapter:
             if linear.gain is not None or linear.lora_a is not None:
                 raise WeightsError(f"{name} has weight normalization or LoRA already", hint="merge it first")
             pairs[name] = pair
-    if stored:
-        odd = sorted(stored)
+    if odd := sorted(name for name in stored if not _is_unused(family, name)):
         raise WeightsError(
             f"{folder / WEIGHTS}: {len(odd)} tensors match no linear of the model, the first is {odd[0]}",
-            hint="check that this is the base model of the adapter",
+            hint=MERGE if ".experts." in odd[0] else "check that this is the base model of the adapter",
         )
     return Adapter(rank=config["r"], scale=scale, pairs=pairs)
 
 
 def num_parts(model: Transformer, name: str) -> int:
     """In how many linear layers PEFT divides ours: an adapter's rank there is up to so many times its `r`."""
-    return len(_parts(family_for(model.config), model, name, linears_of(model)[name].weight.detach()))
+    return len(_parts(family_for(model.config, model.family), model, name, linears_of(model)[name].weight.detach()))
 
 
 def _parts(family: Family, model: Transformer, name: str, b: torch.Tensor) -> dict[str, tuple[Part, bool]]:
@@ -153,7 +156,9 @@ def _parts(family: Family, model: Transformer, name: str, b: torch.Tensor) -> di
     out = b.shape[0]
     probe = family.parts({key: torch.empty(out, out + 1, device="meta")}, model.config)  # no part has out + 1 rows
     parts = family.parts({key: b}, model.config)
-    return {n.removesuffix(".weight"): (p, probe[n].shape[0] == out + 1) for n, p in parts.items()}
+    prefix = "" if model.config.lm_head else family.prefix  # which the class without a head lacks
+    names = {n: n.removeprefix(prefix).removesuffix(".weight") for n in parts}
+    return {names[n]: (p, probe[n].shape[0] == out + 1) for n, p in parts.items()}
 
 
 def _joined(
@@ -197,11 +202,13 @@ def _scale(path: Path, config: Mapping[str, Any]) -> float:
     """The factor of B A in the config. Other settings that would change the result are refused."""
     if config.get("peft_type") != "LORA":
         raise WeightsError(f"{path} has peft_type {config.get('peft_type')!r}", hint="only LORA is supported")
+    if experts := [n for n in config.get("target_parameters") or () if not n.endswith(".weight")]:
+        raise WeightsError(f"{path} adapts experts ({', '.join(experts)}), which is not supported", hint=MERGE)
     for key, value in config.items():
         if key not in READ | IRRELEVANT and value and value not in HARMLESS.get(key, ()):
             raise WeightsError(
                 f"{path} has {key} = {value!r}, which is not supported",
-                hint="merge the adapter with PEFT's merge_and_unload, and use the merged model",
+                hint=MERGE,
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
@@ -219,9 +226,19 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise WeightsError(f"cannot read {path}: {error}", hint="download or write it again") from error
 
 
-def _targets(model: Transformer, family: Family, chosen: list[str]) -> list[str]:
-    """target_modules: short names if every linear of that name is adapted, else full names."""
+def _is_unused(family: Family, name: str) -> bool:
+    """Whether a tensor of an adapter belongs to a linear that bagu's model does not have or need, such as a pooler."""
+    theirs = re.sub(r"\.lora_[AB]\.weight$", ".weight", name.removeprefix(PREFIX))
+    return any(re.fullmatch(pattern, n) for pattern in family.unused for n in (theirs, family.prefix + theirs))
+
+
+def _targets(model: Transformer, family: Family, chosen: list[str]) -> dict[str, list[str]]:
+    """target_modules: short names if every linear of that name is adapted, else full names; and target_parameters."""
     names = [n for name, m in linears_of(model).items() for n in _parts(family, model, name, m.weight.detach())]
-    last = {n.rsplit(".", 1)[-1] for n in chosen}
-    by_last_name = {n for n in names if n.rsplit(".", 1)[-1] in last} == set(chosen)
-    return sorted(last if by_last_name else set(chosen))
+    experts = {n.rsplit(".", 2)[-2] for rule in family.rules for n in rule.names if "{expert}" in n}
+    parameters = sorted(f"{n}.weight" for n in chosen if n.rsplit(".", 1)[-1] in experts)
+    modules = {n for n in chosen if f"{n}.weight" not in parameters}
+    last = {n.rsplit(".", 1)[-1] for n in modules}
+    by_last_name = model.config.lm_head and {n for n in names if n.rsplit(".", 1)[-1] in last} == modules
+    targets = {"target_modules": sorted(last if by_last_name else modules)}
+    return targets | ({"target_parameters": parameters} if parameters else {})

@@ -58,6 +58,7 @@ def from_pretrained(
         tensors = Tensors(files, family, config.num_layers)
         tensors.check(parts_of(Transformer(config, device="meta", dtype=dtype), family))
         model = Transformer(config, device=device, dtype=dtype)
+        model.family = family.name
         with torch.no_grad():
             for theirs, part in parts_of(model, family).items():
                 part.load(tensors.read(theirs))
@@ -74,10 +75,10 @@ def save_pretrained(
 ) -> None:
     """Write config.json and the weights, in shards if they exceed `max_shard_bytes`. A tied head is written once.
 
-    `family` None is the first family that can describe the model. `extra` is added to config.json: eos_token_id and
-    other facts that a model does not know; a key that `from_pretrained` would refuse is refused here. All weights are
-    written before the first file is moved to its place; existing weights are replaced, other files are kept. At most
-    one shard is held in memory besides the model.
+    `family` None is the family it was loaded from, or the first that can describe it. `extra` is added to config.json:
+    eos_token_id and other facts that a model does not know; a key that `from_pretrained` would refuse is refused here.
+    All weights are written before the first file is moved to its place; existing weights are replaced, other files are
+    kept. At most one shard is held in memory besides the model.
     """
     chosen = _family(model, family)
     parts = parts_of(model, chosen)
@@ -241,7 +242,7 @@ def _write_shards(parts: Mapping[str, Part], folder: Path, max_shard_bytes: int)
 
 def _family(model: Transformer, name: str | None) -> Family:
     if name is None:
-        return family_for(model.config)
+        return family_for(model.config, model.family)
     family = family_named(name)
     if not can_describe(family, model.config):
         raise WeightsError(f"{name} cannot describe this model", hint="leave the family out to find one")

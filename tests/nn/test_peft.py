@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from family_draws import BASE
 from safetensors.torch import load_file, save_file
 from small_models import make, packed, small
 
 from bagu.machine.hub import WeightsError
-from bagu.nn import Transformer, peft
+from bagu.nn import Transformer, init_weights, peft
 from bagu.nn.config import NormConfig
-from bagu.nn.families import family_for
+from bagu.nn.families import FAMILIES, family_for
 from bagu.nn.lora import add_lora, lora_state, merge
 from bagu.nn.peft import base_of, load_adapter, save_adapter
 from bagu.nn.position_choices import Learned
@@ -90,6 +91,42 @@ def test_names_and_shapes_match_peft(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 6.0)
     assert config["target_modules"] == sorted([*names, "gate_proj", "up_proj", "down_proj"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_the_names_of_its_modules_in_transformers(tmp_path: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = BASE[name] | ({"num_key_value_heads": 4, "first_k_dense_replace": 1} if name == "deepseek_v3" else {})
+    hf = transformers.AutoConfig.for_model(name, **sizes | ({"mlp_only_layers": [0]} if name == "qwen3_moe" else {}))
+    with torch.device("meta"):
+        judge = getattr(transformers, FAMILIES[name].architecture)(hf)
+    kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    linears = {n: m for n, m in judge.named_modules() if isinstance(m, kinds) and 61 not in m.weight.shape}  # no head
+    shapes = {n: m.weight.T.shape if isinstance(m, kinds[1]) else m.weight.shape for n, m in linears.items()}
+    model = init_weights(Transformer(FAMILIES[name].config(json.loads(hf.to_json_string()))), 0)
+    model.family = name  # as `from_pretrained` does
+    add_lora(model, rank=3, alpha=6.0)
+    save_adapter(model, tmp_path, base="somewhere")
+    stored = {k: tuple(v.shape) for k, v in load_file(tmp_path / "adapter_model.safetensors").items()}
+    want = {f"base_model.model.{n}.lora_A.weight": (3, s[1]) for n, s in shapes.items()}
+    assert stored == want | {f"base_model.model.{n}.lora_B.weight": (s[0], 3) for n, s in shapes.items()}
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    modules, parameters = config["target_modules"], config.get("target_parameters", [])
+    found = {n for n, _ in judge.named_modules() if any(n == t or n.endswith(f".{t}") for t in modules)}
+    assert found | {p.removesuffix(".weight") for p in parameters} == linears.keys()
+    if name in ("qwen3_moe", "deepseek_v3"):  # PEFT would look for a module of these names in the experts
+        assert not {"gate_proj", "up_proj", "down_proj"} & {t.split(".")[-1] for t in modules} and parameters
+
+
+def test_adapters_of_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.3.gate_proj"
+    peft_adapter(tmp_path, {f"{name}.lora_A.weight": draw(3, 32, seed=0)})
+    with pytest.raises(WeightsError, match=r"experts\.3") as caught:
+        load_adapter(make(small(), torch.float64), tmp_path)
+    assert "merge_and_unload" in caught.value.hint
+    peft_adapter(tmp_path, {}, target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(WeightsError, match=r"adapts experts \(mlp.experts.gate_up_proj\)"):
+        load_adapter(make(small(), torch.float64), tmp_path)
 
 
 def test_a_subset_of_layers_is_named_in_full(tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ def family_named(name: str) -> Family:
     return FAMILIES[name]
 
 
-def family_for(config: ModelConfig) -> Family:
-    """The family that can describe `config`: reading its config.json gives the same model."""
-    for family in FAMILIES.values():
+def family_for(config: ModelConfig, name: str | None = None) -> Family:
+    """The family that can describe `config`: reading its config.json gives the same model. That is the family `name`,
+    which the model came from, if it can, and else the first: a Phi-3 is a Llama too, with other names."""
+    own = [FAMILIES[name]] if name is not None else []
+    for family in (*own, *FAMILIES.values()):
         if can_describe(family, config):
             return family
     raise WeightsError(

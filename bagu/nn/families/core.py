@@ -105,6 +105,10 @@ class Rule:
     layout: Layout = same
     tied: bool | None = None  # only for models with this tie_embeddings; None is for all
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         text = re.escape(self.ours).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\*", r"(?P<leaf>weight|bias)")
@@ -115,7 +119,7 @@ class Rule:
         if (match := self.pattern.fullmatch(name)) is None or self.tied not in (None, config.tie_embeddings):
             return None
         parts = self.layout(t, config)
-        theirs = (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+        theirs = self.names
         names = [n.replace("*", match.groupdict().get("leaf", "")) for n in theirs] * (len(parts) // len(theirs))
         where = {"layer": match.groupdict().get("layer")}
         return {
