@@ -12,7 +12,7 @@ Invalid combinations raise when the config is created. `bagu.config` reads and w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bagu.nn.choices import NEWER, GateClamp, MLAConfig, MoEConfig, Multipliers, NormConfig, at_least, refuse
@@ -243,13 +243,11 @@ class ModelConfig:
             return self.multipliers.attention
         return sharp * sharp / math.sqrt(self.head_dim)
 
-    def for_length(self, max_len: int | None) -> ModelConfig:
-        """The configuration for sequences of at most `max_len`. It differs only for LongRoPE, whose short factors are
-        used if they suffice."""
+    @property
+    def longrope(self) -> LongRopeScaling | None:
+        """The scaling of RoPE if its factors depend on the length."""
         scaling = self.positions.scaling if isinstance(self.positions, Rope) else None
-        if max_len is None or not isinstance(scaling, LongRopeScaling):
-            return self
-        return replace(self, max_len=min(max_len, self.max_len))
+        return scaling if isinstance(scaling, LongRopeScaling) and self.max_len > scaling.original_max_len else None
 
     def window(self, layer: int) -> int | None:
         """The attention window of this layer, the token itself included; None is unlimited."""

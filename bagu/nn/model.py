@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Unpack
 
 import torch
@@ -17,6 +18,7 @@ from bagu import ops
 from bagu.errors import ArgumentError
 from bagu.nn.attention import Context
 from bagu.nn.block import Block, expected_size
+from bagu.nn.change import with_modules
 from bagu.nn.config import ModelConfig
 from bagu.nn.ffn import activate
 from bagu.nn.kv import KV
@@ -121,7 +123,8 @@ class Transformer(nn.Module):
         """
         self._check(max_len, kv)
         x = self._embed(ids, positions, token_types)
-        context = Context(cu_seqlens, max_len, self.positions.signals(positions), kv)
+        longest = max_len if kv is None else self.config.max_len  # cached keys keep the factors of LongRoPE
+        context = Context(cu_seqlens, max_len, self.positions.signals(positions, longest), kv)
         delta, routings = None, []
         for block in self.blocks:
             x, delta, routing = block(x, delta, context)
@@ -130,6 +133,16 @@ class Transformer(nn.Module):
         losses = [r.aux_loss for r in routings if r.aux_loss is not None]
         aux_loss = torch.stack(losses).sum() if losses else None
         return Output(self._finish(x, delta), aux_loss, tuple(r.load for r in routings))
+
+    def for_length(self, max_len: int | None) -> Transformer:
+        """The model for sequences of at most `max_len` in a KV cache, with the same weights. It is another one only for
+        LongRoPE, whose short factors are used if they suffice."""
+        if max_len is None or max_len >= self.config.max_len or self.config.longrope is None:
+            return self
+        config = replace(self.config, max_len=max_len)
+        model = with_modules(self, lambda name, module: make_encoding(config) if name == "positions" else None)
+        model.config = config
+        return model
 
     def _check(self, max_len: int, kv: KV | None) -> None:
         """Compare lengths on the host; the positions themselves are not read from the device."""

@@ -57,6 +57,8 @@ def export_onnx(model: Transformer, path: str | Path) -> None:
     """Write `model`, in fp32 on a CPU, to `path`. Weights of more than 1.5 GB are written beside it (`path`.data)."""
     check_onnx()
     _refuse(model)
+    if (scaling := model.config.longrope) is not None:
+        model = model.for_length(scaling.original_max_len)  # a graph has one list of factors, the exact one up to here
     example = torch.zeros(2, min(7, model.config.max_len), dtype=torch.int64)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq", max=model.config.max_len)}
     with torch.no_grad(), ops.use("torch"), warnings.catch_warnings():

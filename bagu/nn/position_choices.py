@@ -74,9 +74,10 @@ class LongRopeScaling:
     """LongRoPE (https://arxiv.org/abs/2402.13753): each frequency is divided by a factor of its own, from
     `long_factors` for contexts longer than `original_max_len`, otherwise from `short_factors`.
 
-    Keys that are in a cache cannot change their factors, so a model uses one list for all sequences, as vLLM does: the
-    long factors if its `max_len` is above `original_max_len`. cos and sin are multiplied by `attention_factor` if it is
-    given, else by sqrt(1 + ln(factor) / ln(original_max_len)), in both cases.
+    A forward without a cache uses the list for its longest sequence, as transformers does. Keys in a cache cannot
+    change their factors, so with one the `max_len` of the model decides, as in vLLM (`Transformer.for_length`). cos and
+    sin are multiplied by `attention_factor` if it is given, else by sqrt(1 + ln(factor) / ln(original_max_len)), with
+    either list.
     """
 
     kind: Literal["longrope"] = "longrope"

@@ -60,7 +60,8 @@ class Encoding(nn.Module):
         """The embeddings x[T, D], plus positions if this encoding adds them there."""
         return x
 
-    def signals(self, positions: torch.Tensor) -> Signals:
+    def signals(self, positions: torch.Tensor, longest: int) -> Signals:
+        """`longest` is a host bound on the length of the sequences."""
         return Signals()
 
 
@@ -104,26 +105,31 @@ class RopeEncoding(Encoding):
         self.rope, self.max_len, self.dim = config.positions, config.max_len, config.rope_dim
         self.num_groups = config.num_kv_heads if 1 < config.num_kv_heads < config.num_heads else None
         self.other = None if config.layer_positions is None else config.layer_positions.positions
+        self.short_len = 0 if config.longrope is None else config.longrope.original_max_len
 
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """cos and sin, then those of the layers with another RoPE. On the meta device, for counts, they have shapes
-        only: the cos of 131,072 positions would take 0.9 s, and a cos of meta tensors imports the compiler."""
+        """cos and sin, then those of the layers with another RoPE, then those of LongRoPE for short sequences. On the
+        meta device, for counts, they have shapes only: the cos of 131,072 positions would take 0.9 s, and a cos of meta
+        tensors imports the compiler."""
         tables: list[torch.Tensor] = []
-        for rope in (self.rope, self.other):
-            if isinstance(rope, Rope):
-                speeds, size = rope_speeds(rope, self.dim, self.max_len)
+        for rope, length in ((self.rope, self.max_len), (self.other, self.max_len), (self.rope, self.short_len)):
+            if isinstance(rope, Rope) and length:
+                speeds, size = rope_speeds(rope, self.dim, length)
                 if device.type == "meta":
-                    tables += [torch.empty(self.max_len, len(speeds), device=device) for _ in range(2)]
+                    tables += [torch.empty(length, len(speeds), device=device) for _ in range(2)]
                     continue
-                angle = torch.arange(self.max_len, dtype=torch.float64).outer(speeds)
+                angle = torch.arange(length, dtype=torch.float64).outer(speeds)
                 tables += [(f(angle) * size).float().to(device) for f in (torch.cos, torch.sin)]
         return tuple(tables)
 
-    def signals(self, positions: torch.Tensor) -> Signals:
+    def signals(self, positions: torch.Tensor, longest: int) -> Signals:
         rows = None
         if self.num_groups is not None:
             rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1).repeat(1, self.num_groups)
-        cos, sin, *more = (table.index_select(0, positions) for table in self.tables(positions.device))
+        tables = self.tables(positions.device)
+        if self.short_len:
+            tables = tables[-2:] + tables[2:-2] if longest <= self.short_len else tables[:-2]
+        cos, sin, *more = (table.index_select(0, positions) for table in tables)
         other = None
         if self.other is not None:
             other = Signals(cos=more[0], sin=more[1], rows=rows) if more else Signals()
@@ -138,7 +144,7 @@ class AlibiEncoding(Encoding):
     def make_tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         return (torch.tensor(alibi_slopes(self.num_heads), dtype=torch.float32, device=device),)
 
-    def signals(self, positions: torch.Tensor) -> Signals:
+    def signals(self, positions: torch.Tensor, longest: int) -> Signals:
         return Signals(slopes=self.tables(positions.device)[0])
 
 
@@ -154,7 +160,7 @@ class T5Encoding(Encoding):
         far = self.config.max_distance  # all distances from here on share a bucket
         return (t5_bucket(torch.arange(-far, far + 1), self.config, causal=self.causal).to(device),)
 
-    def signals(self, positions: torch.Tensor) -> Signals:
+    def signals(self, positions: torch.Tensor, longest: int) -> Signals:
         (buckets,) = self.tables(positions.device)
         return Signals(bias=self.weight.index_select(1, buckets))
 
@@ -179,8 +185,8 @@ def make_encoding(config: ModelConfig, **factory: Unpack[Factory]) -> Encoding:
 
 
 def rope_speeds(rope: Rope, dim: int, max_len: int = 0) -> tuple[torch.Tensor, float]:
-    """(radians per position of each of the dim / 2 pairs, fp64; the factor of cos and sin). The maximum length of the
-    model selects the factors of LongRoPE."""
+    """(radians per position of each of the dim / 2 pairs, fp64; the factor of cos and sin). The longest sequence
+    selects the factors of LongRoPE."""
     speeds = rope.base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     match rope.scaling:
         case LinearScaling() as s:

@@ -39,6 +39,7 @@ def _generate(
 ) -> list[list[int]]:  # fmt: skip
     table = model.embedding.weight
     longest = max(map(len, prompts)) + max_new_tokens - 1  # the last generated token is not an input
+    model = model.for_length(longest)
     kv = DenseKV(model.config, len(prompts), longest, device=table.device, dtype=table.dtype)
     new: list[list[int]] = [list(p) for p in prompts]  # the input tokens of each sequence in the next forward
     found: list[list[int]] = [[] for _ in prompts]

@@ -45,14 +45,12 @@ def from_pretrained(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    max_len: int | None = None,
 ) -> Transformer:
     """Load the model from folder `name` (or a GGUF file, or a Hugging Face id), in eval mode. `dtype` None is the dtype
-    in config.json, or that of the stored weights if config.json has none. `max_len` is the longest sequence that is
-    needed, if it is less than the model's: it selects the factors of LongRoPE (`ModelConfig.for_length`)."""
+    in config.json, or that of the stored weights if config.json has none."""
     with opened(hub.find(name)) as (hf, files):
         family = family_of(hf)
-        config = family.config(hf).for_length(max_len)
+        config = family.config(hf)
         named = hf.get("dtype") or hf.get("torch_dtype")
         dtype = dtype or (_dtype(str(named)) if named else _stored_dtype(files))
         tensors = Tensors(files, family, config.num_layers)

@@ -144,7 +144,7 @@ class Stage(Transformer):
         self._check(max_len, None)
         if self.is_first:
             x = self._embed(x[0], positions, None)
-        context = Context(cu_seqlens, max_len, self.positions.signals(positions), None)
+        context = Context(cu_seqlens, max_len, self.positions.signals(positions, max_len), None)
         delta, routings = None, []
         for block in self.blocks.children():
             x, delta, routing = block(x, delta, context)

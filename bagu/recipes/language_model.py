@@ -104,7 +104,7 @@ def load(
         rewards = ModelReward(source, device=named_device(device))
         return Model(source, rewards.model, rewards.tokenizer, None, config, rewards)
     words = None if tokenizer is None else os.fspath(tokenizer)
-    loader = Loader(model=source, tokenizer=words, dtype=dtype, device=device, max_len=config.max_model_len)
+    loader = Loader(model=source, tokenizer=words, dtype=dtype, device=device)
     network, loaded, chat = loader()
     network.mlm = None  # embeddings are the hidden states below this head
     return Model(source, network, loaded, chat, config)

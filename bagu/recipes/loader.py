@@ -19,7 +19,6 @@ class Loader:
     device: Annotated[str | None, DEVICE] = None
     on_host: bool = False  # load to the host's memory: an engine with tp > 1 puts the parts on the devices
     allow_reward: bool = False  # a reward model is accepted: a server scores with it, others generate
-    max_len: int | None = None  # of the sequences, if it is less than the model's (`from_pretrained`)
 
     def __call__(self) -> tuple[Any, Any, Any]:
         from bagu.data.chat import ChatEncoder
@@ -34,7 +33,7 @@ class Loader:
         found = find_model(self.model)
         if not self.allow_reward:
             check_predicts_tokens(found, self.model)
-        model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device, max_len=self.max_len)
+        model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device)
         place = Path(self.tokenizer) if self.tokenizer else tokenizer_folder(found)
         if place is None:
             raise BaguError(f"there is no tokenizer.json in {found}", hint="pass its folder with --tokenizer")

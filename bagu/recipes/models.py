@@ -79,29 +79,24 @@ def check_predicts_tokens(folder: Path, name: str | Path) -> None:
 
 
 def load_model(
-    name: str | Path,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    max_len: int | None = None,
+    name: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Load MODEL in eval mode; `dtype` None keeps the saved dtype. An adapter is merged into its base. `max_len` is as
-    in `from_pretrained`."""
+    """Load MODEL in eval mode; `dtype` None keeps the saved dtype. An adapter is merged into its base."""
     folder = find_model(name)
     if is_adapter(folder):
-        model = load_model(_base_of(folder), dtype=dtype, device=device, max_len=max_len)
+        model = load_model(_base_of(folder), dtype=dtype, device=device)
         peft.load_adapter(model, folder)
         merge(model)
         return model
     if _is_checkpoint(folder):
         checkpoint.verify(folder)
         state = checkpoint.load_model_tensors(folder)
-        config = _native_config(_run_of(folder) / NATIVE).for_length(max_len)
+        config = _native_config(_run_of(folder) / NATIVE)
         return _native(config, folder / checkpoint.MODEL, state, dtype, device)
     if (folder / NATIVE).is_file():
-        config, file = _native_config(folder / NATIVE).for_length(max_len), folder / weights.SINGLE_FILE
+        config, file = _native_config(folder / NATIVE), folder / weights.SINGLE_FILE
         return _native(config, file, safetensors.torch.load_file(file, device=str(device)), dtype, device)
-    return weights.from_pretrained(folder, dtype=dtype, device=device, max_len=max_len)
+    return weights.from_pretrained(folder, dtype=dtype, device=device)
 
 
 def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path, *, start: Path | None = None) -> None:

@@ -31,7 +31,7 @@ class VersionEngines:
         config = replace(
             self.engine, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts, **own
         )
-        return Engine(replace(self.loader, model=str(folder), max_len=config.max_model_len), config)
+        return Engine(replace(self.loader, model=str(folder)), config)
 
 
 def repository_main(

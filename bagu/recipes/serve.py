@@ -79,7 +79,7 @@ def serve_main(loader: Loader, engine: EngineConfig, server: ServerOptions, more
     more = more or ServeOptions()
     engine = with_adapters(engine, allow_loading=more.allow_adapter_loading)
     model = loader.model
-    loader = replace(loader, max_len=engine.max_model_len, allow_reward=True, on_host=engine.tp > 1)
+    loader = replace(loader, allow_reward=True, on_host=engine.tp > 1)
     if engine.tp > 1:
         engine = replace(engine, device=loader.device or "auto")
     if engine.threads is None:  # one core is left for the HTTP server and tokenizer

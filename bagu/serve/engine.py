@@ -64,7 +64,14 @@ class Engine(GenerationMixin):
         config = EngineConfig() if config is None else config
         if model.score is not None:
             raise ArgumentError("the model has a score head and predicts no tokens", hint="use a language model")
-        model.eval()
+        model = model.eval().for_length(config.max_model_len)
+        if (scaling := model.config.longrope) is not None:
+            warnings.warn(
+                f"the engine takes sequences of {model.config.max_len} tokens, so it uses the long factors of longrope "
+                f"for all texts, as vLLM does; transformers uses the short ones for texts of up to "
+                f"{scaling.original_max_len} tokens, and so does max_model_len = {scaling.original_max_len}",
+                stacklevel=2,
+            )
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         device = model.embedding.weight.device

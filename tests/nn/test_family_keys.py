@@ -27,8 +27,10 @@ from bagu.errors import BaguError
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.families import FAMILIES
 from bagu.nn.families.keys import SHARED, Only, Read, Required
+from bagu.nn.kv import DenseKV
 from bagu.nn.model import Transformer
 from bagu.nn.positions import rope_speeds
+from bagu.nn.sample import generate
 from bagu.nn.weights import WeightsError, from_pretrained, save_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -279,18 +281,42 @@ def test_unusual_files_are_read_as_in_transformers(family: str, change: dict[str
     assert check_draw(Draw(family, hf, set(change), set()), tmp_path) == "equal"
 
 
-def test_longrope_for_a_length_within_the_original_context_has_the_short_factors(tmp_path: Path) -> None:
-    """transformers takes them for a text that is short; a model here takes one list for all texts, by its length."""
+def longrope(folder: Path, original: int) -> tuple[Any, Transformer]:
+    """A Phi-3 with this original context, in transformers and here."""
     scaling = {"rope_type": "longrope", **FACTORS}
-    hf = {"model_type": "phi3", **BASE["phi3"], "rope_scaling": scaling, "original_max_position_embeddings": LENGTH}
-    write_json(tmp_path, hf)
-    model = judge_of(tmp_path, "phi3")
-    saved(model, tmp_path, hf)
-    want = judged(model)
-    short = from_pretrained(tmp_path, dtype=torch.float32, max_len=LENGTH)
-    limit = tolerance(model, want)
-    assert (logits(short) - want).abs().max().item() <= limit
-    assert (logits(from_pretrained(tmp_path, dtype=torch.float32)) - want).abs().max().item() > limit
+    hf = {"model_type": "phi3", **BASE["phi3"], "rope_scaling": scaling, "original_max_position_embeddings": original}
+    write_json(folder, hf)
+    judge = judge_of(folder, "phi3")
+    saved(judge, folder, hf)
+    return judge, from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("original", [LENGTH - 1, LENGTH])
+def test_longrope_takes_its_factors_by_the_longest_text(tmp_path: Path, original: int) -> None:
+    """If one text of a forward is longer than the original context, all have the long factors."""
+    judge, model = longrope(tmp_path, original)
+    long, short = texts()
+    padded = torch.stack((long, torch.cat((short, short.new_zeros(len(long) - len(short))))))
+    with torch.no_grad():
+        first, second = judge(padded).logits
+    want = torch.cat((first, second[: len(short)]))
+    assert (logits(model) - want).abs().max().item() <= tolerance(judge, judged(judge))
+
+
+def test_longrope_in_a_cache_has_the_short_factors_if_they_suffice(tmp_path: Path) -> None:
+    judge, model = longrope(tmp_path, LENGTH)
+    prompt, room = texts()[1], LENGTH - LENGTHS[1]
+    found = generate(model, [prompt.tolist()], room, temperature=0.0)
+    want = judge.generate(
+        prompt[None], max_new_tokens=room, do_sample=False, eos_token_id=-1, attention_mask=torch.ones(1, len(prompt))
+    )
+    assert found == [want[0, len(prompt) :].tolist()]
+    kv = DenseKV(model.config, 1, model.config.max_len)  # a text may grow beyond it: the long factors from the start
+    ids, positions, offsets, _ = documents([prompt])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(ids, *kv.plan([len(prompt)]), kv).hidden, model(ids, positions, offsets, LENGTH + 1).hidden
+        )
 
 
 @pytest.mark.parametrize(("family", "change", "says"), REFUSED)

@@ -330,7 +330,7 @@ def test_batch_norm_learns_running_statistics() -> None:
 def test_a_cast_or_a_move_does_not_round_the_tables() -> None:
     config = small(max_len=4096)
     model = make(config).to(torch.bfloat16)
-    cos = model.positions.signals(torch.tensor([4095])).cos
+    cos = model.positions.signals(torch.tensor([4095]), 4096).cos
     assert cos is not None and cos.dtype == torch.float32
     assert cos[0, 0].item() == pytest.approx(torch.tensor(4095.0, dtype=torch.float64).cos().item(), abs=1e-6)
 

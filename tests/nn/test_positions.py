@@ -30,7 +30,7 @@ def test_rope_depends_on_the_distance_only(
     q, k = torch.randn(2, 1, 1, 8, generator=stream, dtype=torch.float64)
 
     def score(a: int, b: int) -> float:
-        signals = encoding.signals(torch.tensor([a, b]))
+        signals = encoding.signals(torch.tensor([a, b]), 1)
         assert signals.cos is not None and signals.sin is not None
         turned = ops.rope(torch.cat((q, k)), signals.cos, signals.sin, layout=layout)
         return float((turned[0] * turned[1]).sum())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from small_engine import small_engine, small_model
@@ -9,9 +12,10 @@ from test_stream import Bytes
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.nn.config import ModelConfig
+from bagu.nn.config import LongRopeScaling, ModelConfig, Rope
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
+from bagu.nn.sample import generate
 from bagu.serve.engine import Engine
 from bagu.serve.request import PromptLogprobs, Request, Sampling, TokenEvent, Unservable
 
@@ -280,3 +284,22 @@ def test_without_a_prefix_cache_no_token_is_looked_up() -> None:
             engine.generate([list(range(1, 13))], asked)
         stats = engine.stats()
         assert stats.prefix_queries == looked_up and (stats.prefix_hits > 0) == cache
+
+
+@pytest.mark.parametrize("longest", [16, 128])
+def test_longrope_has_one_list_of_factors_for_all_requests(longest: int) -> None:
+    """The short ones if no sequence can be longer than the original context, else the long ones, with a warning."""
+    scaling = LongRopeScaling(
+        factor=8.0, original_max_len=16, short_factors=(1.0,) * 4, long_factors=(1.0, 2.0, 5.0, 9)
+    )
+    model = small_model()
+    model = init_weights(Transformer(replace(model.config, positions=Rope(scaling=scaling))), 0).eval()
+    prompt, sampling = [3, 4, 5, 6, 7], Sampling(max_tokens=10, temperature=0.0)
+    chosen = scaling.factors(longest)
+    plain = replace(scaling, short_factors=chosen, long_factors=chosen)
+    same = init_weights(Transformer(replace(model.config, positions=Rope(scaling=plain))), 0).eval()
+    with pytest.warns(UserWarning, match="max_model_len = 16") if longest == 128 else nullcontext():
+        engine = small_engine(model, max_model_len=None if longest == 128 else longest)
+    found = engine.generate([prompt], sampling)[0].tokens
+    assert list(found) == generate(same, [prompt], 10, temperature=0.0)[0]
+    assert model.config.max_len == 128, "the trainer's model is another one"

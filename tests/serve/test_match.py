@@ -271,15 +271,15 @@ class AnotherEps(RMSNorm):
 
 
 class HalfPositions(RopeEncoding):
-    def signals(self, positions: torch.Tensor) -> Signals:
-        return super().signals(positions // 2)
+    def signals(self, positions: torch.Tensor, longest: int) -> Signals:
+        return super().signals(positions // 2, longest)
 
 
 class LaterPositions(RopeEncoding):
     """Queries are turned by the angle of the token before theirs, keys by their own."""
 
-    def signals(self, positions: torch.Tensor) -> Signals:
-        found = super().signals(positions)
+    def signals(self, positions: torch.Tensor, longest: int) -> Signals:
+        found = super().signals(positions, longest)
         assert found.rows is not None
         return found._replace(rows=(found.rows - 1).clamp(min=0))
 

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4 (both of model_type phi3): one tensor for q, k and v and one for gate and up; RoPE may rotate a part
 of the features. The models for 128k tokens and Phi-4-mini have longrope: `LongRopeScaling` says which of its two lists
-of factors a model uses, where transformers decides for each forward pass by its longest sequence.
+of factors is used.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class DraftModel:
     free = False
 
     def __init__(self, model: Transformer, config: EngineConfig, pool: Pool) -> None:
-        table = model.eval().embedding.weight
+        model = model.eval().for_length(config.max_model_len)
+        table = model.embedding.weight
         self.max_len = min(pool.max_model_len, model.config.max_len)
         kv = PagedKV(
             model.config, pool.num_blocks + int(table.is_cuda), pool.block_size, device=table.device, dtype=table.dtype
