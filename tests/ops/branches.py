@@ -94,8 +94,9 @@ def instrumented(module: str) -> str:
     for i, node in enumerate(changed.body):
         if isinstance(node, sources.Function) and node.name in reached:
             changed.body[i] = _Recorder(f"{module.removeprefix('bagu.ops.')}.{node.name}").visit(node)
-    after = next(i for i, n in enumerate(changed.body) if isinstance(n, ast.ImportFrom) and n.module == "__future__")
-    changed.body[after + 1 : after + 1] = ast.parse("from tests.ops.branches import branch, chosen").body
+    future = [i for i, n in enumerate(changed.body) if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
+    at = future[0] + 1 if future else 1  # the docstring is first
+    changed.body[at:at] = ast.parse("from tests.ops.branches import branch, chosen").body
     return ast.unparse(ast.fix_missing_locations(changed))
 
 

@@ -1,5 +1,6 @@
 """Triton code that several ops share, and the host code around it.
 
+early         dependent launches: kernels that start before the previous one has ended
 launch        host code: row views, accumulators, grid sizes, the GPU's generation (`is_hopper`, `starts_early`)
 scalars       64-bit indices, 1 / N, 1 / sqrt(x)
 rows          load, reduce and store a row that a program keeps in registers

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from bagu.ops.gated import halves
-from bagu.ops.kernels.launch import as_rows, next_power_of_2, triton_acc
+from bagu.ops.kernels.early import start
+from bagu.ops.kernels.launch import as_rows, next_power_of_2, starts_early, triton_acc
 
 TUNABLE = {  # tests run each value
     "forward": {"block": (128, 2048), "num_warps": (4, 8)},
@@ -58,8 +59,9 @@ def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _forward(
     g_ptr, u_ptr, y_ptr, M, N, g_stride, u_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, ACC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     m, n, real = _tile(M, N, BLOCK_M, BLOCK_N)
     g = tl.load(g_ptr + m * g_stride + n, real, 0.0).to(ACC)
     u = tl.load(u_ptr + m * u_stride + n, real, 0.0).to(ACC)
@@ -107,10 +109,11 @@ def run_forward(
     block = block or _block(g)
     block_n = min(block, next_power_of_2(N))
     block_m = block // block_n
+    early = starts_early(x.device, rows=x.shape[:-1].numel())
     _forward[(triton.cdiv(M, block_m) * triton.cdiv(N, block_n),)](
         g, u, y, M, N, g.stride(0), u.stride(0),
-        BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype),
-        num_warps=num_warps or 4,
+        BLOCK_M=block_m, BLOCK_N=block_n, KIND=kind, ACC=triton_acc(x.dtype), EARLY=early,
+        num_warps=num_warps or 4, launch_pdl=early,
     )  # fmt: skip
     return (y,)
 

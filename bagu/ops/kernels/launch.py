@@ -17,6 +17,7 @@ import torch
 from bagu.ops.call.eager import constant
 
 FEW = 2**33  # rows times numbers of a weight: 2,048 rows of 1,024 features to 4,096. See `few_rows`
+DECODES = 64  # rows of a short step
 H200_SMS = 132  # used if there is no device to query: the interpreter, meta tensors, the compile gate
 
 
@@ -90,10 +91,10 @@ def is_hopper(device: torch.device) -> bool:
     return _capability(_index(device)) >= (9, 0)
 
 
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be a dependent launch, which starts before the previous kernel ends. The interpreter has
-    none."""
-    return device.type == "meta" or (device.type == "cuda" and is_hopper(device))
+def starts_early(device: torch.device, rows: int = 0) -> bool:
+    """Whether a kernel is a dependent launch, which starts before the previous kernel ends (early.py): where the GPU
+    can, and for so few rows that a launch takes a part of the time. The interpreter has none."""
+    return rows <= DECODES and (device.type == "meta" or (device.type == "cuda" and is_hopper(device)))
 
 
 def _index(device: torch.device) -> int:

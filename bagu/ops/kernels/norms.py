@@ -31,7 +31,8 @@ import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.column_sum import column_sum, column_sums
-from bagu.ops.kernels.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, triton_acc
+from bagu.ops.kernels.early import start
+from bagu.ops.kernels.launch import aligned, as_rows, next_power_of_2, num_sms, split_row, starts_early, triton_acc
 from bagu.ops.kernels.rows import add, columns, load_row, masks, multiply, row_ids, store_row, sum_row
 from bagu.ops.kernels.scalars import int64, reciprocal, rsqrt
 from bagu.ops.kernels.wide_norms import wide_backward, wide_forward, wide_scale_backward
@@ -82,8 +83,9 @@ def _inverse(norm, eps):
 def _forward(
     x_ptr, addend_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, kept_ptr, M, N, x_stride, addend_stride, eps, trips,
     KIND: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TAIL: tl.constexpr, ACC: tl.constexpr,
+    TAIL: tl.constexpr, ACC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     n = columns(BLOCK_N, TAIL, ALIGNED)
     w = _weights(w_ptr, n, N, KIND, FULL, ACC)
     if b_ptr is not None:
@@ -220,7 +222,10 @@ def run_forward(
     else:
         tiles = triton.cdiv(M, tile.block_m)
         programs = min(tiles, tile.per_sm * num_sms(x.device)) if tile.per_sm else tiles
-        _forward[(programs,)](*args, triton.cdiv(tiles, programs), **_options(kind, tile, rows))
+        early = starts_early(x.device, rows=M)
+        _forward[(programs,)](
+            *args, triton.cdiv(tiles, programs), **_options(kind, tile, rows), EARLY=early, launch_pdl=early
+        )
     return y, s, mean, kept
 
 

@@ -21,6 +21,9 @@ from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.matmul import torch_backend
 
+FEW, FEWER = 32, 8  # rows of a decode step
+SMALL, HEAD = 2**25, 2**16  # numbers of a weight, and its rows: between these cuBLAS is faster for more than FEWER
+
 
 def reference(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
@@ -61,6 +64,14 @@ def has_epilogue(args: Mapping[str, Any]) -> bool:
 
 def needs_gradient(args: Mapping[str, Any]) -> bool:
     return torch.is_grad_enabled() and any(v.requires_grad for v in args.values() if isinstance(v, torch.Tensor))
+
+
+def is_decode(args: Mapping[str, Any]) -> bool:
+    """Whether few_rows.py can compute the product, and is faster than cuBLAS."""
+    (N, K), M = args["w"].shape, args["x"].shape[:-1].numel()
+    if args["x"].element_size() != 2 or args["residual"] is not None or has_epilogue(args):
+        return False
+    return K % 512 == 0 < M <= FEW and (M <= FEWER or N * K <= SMALL or N >= HEAD)
 
 
 def by_tma(args: Mapping[str, Any]) -> bool:
@@ -120,11 +131,11 @@ SPEC = OpSpec(
     peers=True,
     prefer_torch=(
         Rule(
-            when="without an activation and scales, outside invariant mode",
+            when="without an activation and scales, outside invariant mode, for more rows than a decode step has",
             runs="cuBLAS",
             why="on an H200 the kernel has 0.90 to 0.98 of its speed at the sizes of an 8B model, 0.76 for 64 rows: "
             "cuBLAS may choose the order of a sum by the number of rows; a residual gains nothing (1.00)",
-            holds=lambda args: not has_epilogue(args),
+            holds=lambda args: not (has_epilogue(args) or is_decode(args)),
         ),
         Rule(
             when="a gradient is needed",
@@ -157,6 +168,10 @@ SPEC = OpSpec(
         Case("nan", "a NaN spoils its own row and no other", M=4, N=9, K=16, plant=float("nan")),
         Case("inf", "an infinity spoils its own row and no other", M=4, N=9, K=16, plant=float("inf")),
         Case("empty", "there is no row, and nothing is launched", M=0, N=9, K=16, bias=True),
+        Case("few", "one row: few_rows.py, with a tile that is not full", M=1, N=40, K=512, bias=True),
+        Case("few_long", "the smallest tile of few_rows.py, with few stages", M=2, N=2064, K=512),
+        Case("few_wide", "the widest tile of few_rows.py, as of a head", M=2, N=8208, K=512),
+        Case("several", "more rows than the smallest tile of few_rows.py has", M=21, N=2080, K=512),
         Case("tall", "more rows than the smallest tile has", M=130, N=40, K=32, bias=True),
         Case("tall_odd", "the same, with rows that are not aligned", M=70, N=20, K=20),
         Case("gelu", "the activation follows the bias", M=9, N=48, K=48, bias=True, activation="gelu", scale=2.0,

@@ -1,6 +1,7 @@
-"""A linear layer on Triton, in two kernels with one epilogue (kernels/gemm.py).
+"""A linear layer on Triton, in two kernels with one epilogue (kernels/gemm.py), and one for decode steps.
 
-`forward`: 16-bit rows that TMA can read are multiplied by the persistent kernel; all others as in invariant mode.
+`forward`: a few 16-bit rows without an epilogue are multiplied by few_rows.py, more of them by the persistent kernel if
+TMA can read them; all others as in invariant mode.
 
 `invariant_forward`: the bits of a row do not depend on the number of rows. cuBLAS chooses its kernel, and with it the
 order of a sum, by the number of rows. Here the order depends on the weight alone: K is not split, its tile is BK for
@@ -20,7 +21,9 @@ import triton.language as tl
 from bagu.ops.attention.block_sizes import reads_by_tma
 from bagu.ops.kernels.gemm import gemm_kernel
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.matmul import few_rows
 from bagu.ops.matmul.product_kernel import product_kernel
+from bagu.ops.matmul.spec import is_decode
 from bagu.ops.matmul.torch_backend import backward as backward
 from bagu.ops.replay.launcher import with_scratch_memory
 
@@ -152,14 +155,17 @@ def forward(
     tile: int | None = None,
 ) -> tuple[torch.Tensor]:  # fmt: skip
     rows, weight = as_rows(x), as_rows(w)
-    (M, _), N = rows.shape, w.shape[0]
+    M, N = len(rows), len(w)
+    y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
+    end = _epilogue(bias, residual, row_scale, column_scale, activation)
+    if tile is None and is_decode({**vars(end), "x": x, "w": w}):
+        few_rows.product(rows, weight, end.bias, y)
+        return (y,)
     chosen = _persistent(M, N, x.device) if tile is None else PERSISTENT[tile]
     # Triton assumes nothing of sizes that are no multiple of 16, and then needs more shared memory than there is
     aligned = N % 16 == 0 and rows.stride(0) % 16 == 0 and weight.stride(0) % 16 == 0
     if M * N == 0 or chosen is None or x.element_size() != 2 or not (aligned and by_tma(rows) and by_tma(weight)):
         return invariant_forward(x, w, bias, residual, row_scale, column_scale, activation)
-    y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    end = _epilogue(bias, residual, row_scale, column_scale, activation)
     persistent_product(rows, weight, end, y, chosen)
     return (y,)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from bagu.ops.attention.block_sizes import width
 from bagu.ops.attention.score_kernels import LN2
+from bagu.ops.kernels.early import start
 from bagu.ops.kernels.launch import starts_early, triton_acc
 
 RANGES = 16  # that a program reads at once
@@ -27,8 +27,7 @@ def join_kernel(
     row, e = tl.program_id(0).to(tl.int64), tl.arange(0, EW)
     top, total = tl.full([], float("-inf"), ACC), tl.zeros([], ACC)
     mixed = tl.zeros([EW], ACC)
-    if EARLY:
-        gdc_wait()
+    start(EARLY)
     for at in range(0, splits, P):
         p = at + tl.arange(0, P)
         source = p.to(tl.int64) * rows + row

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bagu.ops.attention.score_kernels import LN2, LOG2E, score
 from bagu.ops.paged_attention.byte_planes import planes
@@ -80,8 +80,12 @@ def paged_kernel(
     B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
     DW: tl.constexpr, EW: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
     WINDOW: tl.constexpr, FAR: tl.constexpr, WORDS: tl.constexpr, FP8: tl.constexpr, ACC: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+    if NEXT:
+        gdc_launch_dependents()
     tile, g, split = tl.program_id(0) // groups, tl.program_id(0) % groups, tl.program_id(1)
     s, block = tile, 0
     if not ONE:  # the tiles of a sequence are numbered from its first; the last of them attend to the most keys
@@ -123,8 +127,6 @@ def paged_kernel(
             tl.store(lse_ptr + into, tl.full([M], float("-inf"), ACC), real)
             return
 
-    if SPLITS and EARLY:  # the programs of join_kernel may start once every program of this kernel has
-        gdc_launch_dependents()
     ALIBI: tl.constexpr = slopes_ptr is not None
     q_at, c = row * q_stride + h * q_head_stride, tl.arange(0, DW)
     q = tl.load(q_ptr + q_at[:, None] + c[None, :], real[:, None] & (c < D)[None, :], 0.0)

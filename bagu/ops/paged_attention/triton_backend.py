@@ -75,6 +75,12 @@ def _ranges(programs: int, longest: int, per_sm: int, sms: int) -> int:
     return 1 + busy.index(max(busy))
 
 
+def _starts_next(programs: int, splits: int, device: torch.device) -> bool:
+    """Whether the next kernel may start while this one runs. A join has few programs. A product has many, so it starts
+    early only if there are few of this kernel's (kernels/early.py)."""
+    return starts_early(device) and (splits > 1 or 2 * programs <= num_sms(device))
+
+
 def _words(v: torch.Tensor) -> bool:
     """Whether values of an 8-bit cache can be read as words of four features (byte_planes.py)."""
     aligned = all(n % 4 == 0 for n in (v.shape[3], *v.stride()[:3], v.storage_offset()))
@@ -162,6 +168,7 @@ def attend(
     words, fp8 = tile.rows == 16 and _words(v), v.dtype == torch.float8_e4m3fn  # wgmma reads values from shared memory
     far = max(B * row + G * head for _, row, head, _ in (k.stride(), v.stride())) >= 2**31
     v = v.view(torch.int32) if words else v
+    early = one and starts_early(q.device, rows=T)
     paged_kernel[(tiles * G, splits)](
         q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,
         *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), 0 if tables is None else tables.stride(0),
@@ -169,7 +176,8 @@ def attend(
         0 if tables is None else tables.shape[1],
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
         STAGES=tile.stages, ONE=one, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
-        ACC=triton_acc(q.dtype), EARLY=starts_early(q.device), num_warps=tile.warps, maxnreg=tile.registers,
+        ACC=triton_acc(q.dtype), EARLY=early, NEXT=_starts_next(tiles * G, splits, q.device), num_warps=tile.warps,
+        maxnreg=tile.registers, launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
         join(parts, part_lse, out, lse)

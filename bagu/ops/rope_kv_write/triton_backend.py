@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from bagu.ops.attention.shape import side_by_side
-from bagu.ops.kernels.launch import next_power_of_2, triton_acc
+from bagu.ops.kernels.early import start
+from bagu.ops.kernels.launch import next_power_of_2, starts_early, triton_acc
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.scalars import rsqrt
 from bagu.ops.kv_write.quantize import LARGEST
@@ -58,8 +59,9 @@ def _kernel(
     v_row_stride, v_head_stride, v_stride, k_scale_block_stride, k_scale_row_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_row_stride, v_scale_head_stride, B: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr,
-    ACC: tl.constexpr,
+    ACC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     t, g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + t)
     h = tl.arange(0, HEADS)[:, None]  # query heads, the key, the value
@@ -112,11 +114,12 @@ def forward(
     R, heads = 0 if cos is None else cos.shape[1], next_power_of_2(C)
     k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
     v_steps = (0, 0, 0) if v_scale is None else v_scale.stride()
+    early = starts_early(qkv.device, rows=T)
     _kernel[(T, G)](
         qkv, slots.contiguous(), k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, q, C - 2, eps,
         qkv.stride(0), qkv.stride(1), qkv.stride(2), *k_cache.stride(), *v_cache.stride(), *k_steps, *v_steps,
         B=B, D=D, R=R, HEADS=heads, PAIRS=next_power_of_2(R), REST=next_power_of_2(D - 2 * R),
         INTERLEAVED=layout == "interleaved", LIMIT=LARGEST.get(k_cache.dtype, 1.0), ACC=triton_acc(qkv.dtype),
-        num_warps=num_warps or max(1, min(8, heads * next_power_of_2(D) // 512)),
+        EARLY=early, num_warps=num_warps or max(1, min(8, heads * next_power_of_2(D) // 512)), launch_pdl=early,
     )  # fmt: skip
     return (q,)
