@@ -6,6 +6,7 @@ from bagu.data.chat_source import ChatJsonlSource
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import Corpus, Selection, SourceConfig, TextCorpus
 from bagu.data.dedup import DedupReport, deduplicate
+from bagu.data.document import Document
 from bagu.data.loader import DataConfig, Loader, check_vocab, evaluation_batches
 from bagu.data.masked import mask_batch
 from bagu.data.mix import MixConfig, MixPoint, Mixture
@@ -14,7 +15,6 @@ from bagu.data.prefetch import Prefetch
 from bagu.data.prompts import Prompt, PromptCorpus
 from bagu.data.source import (
     Conversation,
-    Document,
     JsonlSource,
     ParquetSource,
     TextSource,
@@ -23,7 +23,8 @@ from bagu.data.source import (
 from bagu.data.split import Split, hold_out
 from bagu.data.stdlib import StdlibSource, sft_pairs
 from bagu.data.store import TokenDocument, TokenStore
-from bagu.data.store_writer import build, in_memory, on_disk, tokenize
+from bagu.data.store_writer import build, in_memory, on_disk
+from bagu.data.tokenize import tokenize
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 
 __all__ = [

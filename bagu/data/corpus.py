@@ -5,15 +5,16 @@ Everything is read on first use: a corpus whose tokens are in the cache is hashe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from bagu.data.dedup import DedupReport, deduplicate
-from bagu.data.source import Document, JsonlSource, ParquetSource, Source, open_source
-from bagu.data.split import Split, hold_out, place
+from bagu.data.document import LONG, AnyDocument, Shelf
+from bagu.data.source import JsonlSource, ParquetSource, Source, open_source
+from bagu.data.split import end_of_training, held_ids, place
 from bagu.data.stdlib import StdlibSource
 from bagu.errors import BaguError
 
@@ -87,30 +88,43 @@ class TextCorpus:
         return {**self.source.describe(), **selection_facts(self.selection), **field}
 
     @cached_property
-    def _read(self) -> tuple[list[Document], DedupReport | None]:
-        documents = list(self.source.documents())
+    def _shelf(self) -> Shelf:
+        shelf = Shelf()
+        for document in self.source.documents():
+            shelf.append(document)
+        return shelf
+
+    @cached_property
+    def _kept(self) -> tuple[Sequence[int], DedupReport | None]:
         if self.selection.dedup is None:
-            return documents, None
-        return deduplicate(documents, threshold=self.selection.dedup, seed=self.selection.seed)
+            return range(len(self._shelf)), None
+        return deduplicate(self._shelf, threshold=self.selection.dedup, seed=self.selection.seed)
 
     @property
     def dedup(self) -> DedupReport | None:
-        return self._read[1]
+        return self._kept[1]
 
     @cached_property
-    def split(self) -> Split:
-        """Validation documents are shuffled, so that the first few are a fair sample of all."""
-        seed = self.selection.seed
-        split = hold_out(self._read[0], fraction=self.selection.validation, seed=seed)
-        held = sorted(split.validation, key=lambda d: place(d.id, seed=seed, purpose="order"))
-        return Split(train=split.train, validation=held)
+    def _split(self) -> dict[Part, list[int] | list[AnyDocument]]:
+        """The numbers of the documents on the shelf, or the two parts of the only one. Validation documents are
+        shuffled, so that the first few are a fair sample of all."""
+        shelf, (kept, _), seed, fraction = self._shelf, self._kept, self.selection.seed, self.selection.validation
+        if len(kept) == 1 and 0 < fraction < 1:
+            only, at = shelf[kept[0]], end_of_training(shelf[kept[0]], fraction)
+            return {"train": [only.between(0, at, only.id)], "validation": [only.between(at, None, f"{only.id}:end")]}
+        held = held_ids([shelf.ids[number] for number in kept], fraction=fraction, seed=seed)
+        validation = sorted(
+            (n for n in kept if shelf.ids[n] in held), key=lambda n: place(shelf.ids[n], seed=seed, purpose="order")
+        )
+        return {"train": [n for n in kept if shelf.ids[n] not in held], "validation": validation}
 
-    def documents(self, part: Part) -> Iterator[Document]:
+    def documents(self, part: Part) -> Iterator[AnyDocument]:
         """The documents of a part. A generator function: nothing is read before the first document is asked for."""
-        yield from getattr(self.split, part)
+        for entry in self._split[part]:
+            yield self._shelf[entry] if isinstance(entry, int) else entry
 
     def training_texts(self) -> Iterator[str]:
-        return (document.text for document in self.documents("train"))
+        return (text for document in self.documents("train") for text in document.pieces(LONG))
 
     def without_text(self) -> TextCorpus:
         return TextCorpus(self.name, self.config, self.selection)

@@ -1,14 +1,15 @@
 """Text sources. A source is a frozen value; reading it returns the same documents in the same order every time.
 
-Documents stream: one file, line or row group is in memory at a time. A document without text is skipped, since it has
-no targets. A file that cannot be read, or a source without any document, is an error: a corpus that is silently smaller
-than expected costs more than a failure.
+Documents stream: one line, row group or file is in memory at a time, and of a long text file a piece (document.py). A
+document without text is skipped, since it has no targets. A file that cannot be read, or a source without any document,
+is an error: a corpus that is silently smaller than expected costs more than a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,19 +17,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from bagu.data.document import LONG, AnyDocument, Document, LongDocument, not_utf8
 from bagu.data.json_rows import json_rows
 from bagu.errors import BaguError
 
 T = TypeVar("T")
 STRINGS = r"(dictionary<values=)?(large_)?string(_view)?(, .*>)?"  # Arrow types whose values are strings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Document:
-    """`id` is unique in its source and equal on every machine: a relative path, or file and line."""
-
-    id: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +41,7 @@ class Conversation:
 
 
 class Source(Protocol):
-    def documents(self) -> Iterator[Document]: ...
+    def documents(self) -> Iterator[AnyDocument]: ...
 
     def describe(self) -> dict[str, Any]:
         """Name, number of files, bytes on disk, empty files and the corpus hash. Reads every file."""
@@ -61,12 +55,12 @@ class TextSource:
     path: Path
     glob: str = "**/*.txt"
 
-    def documents(self) -> Iterator[Document]:
-        texts = ((name, decode(file, read(file))) for name, file in list_files(self.path, self.glob))
-        return non_empty((Document(id=name, text=text) for name, text in texts if text), self.path)
+    def documents(self) -> Iterator[AnyDocument]:
+        files = written(list_files(self.path, self.glob))
+        return non_empty((_document(name, file) for name, file in files if file.stat().st_size), self.path)
 
     def describe(self) -> dict[str, Any]:
-        return describe_files("text", list_files(self.path, self.glob))
+        return describe_files("text", written(list_files(self.path, self.glob)))
 
 
 @dataclass(frozen=True)
@@ -78,12 +72,12 @@ class JsonlSource:
     glob: str = "**/*.jsonl*"
 
     def documents(self) -> Iterator[Document]:
-        rows = json_rows(list_files(self.path, self.glob))
+        rows = json_rows(written(list_files(self.path, self.glob)))
         texts = ((row.id, row.text(self.field)) for row in rows)
         return non_empty((Document(id=id, text=text) for id, text in texts if text), self.path)
 
     def describe(self) -> dict[str, Any]:
-        return describe_files("jsonl", list_files(self.path, self.glob))
+        return describe_files("jsonl", written(list_files(self.path, self.glob)))
 
 
 @dataclass(frozen=True)
@@ -211,8 +205,34 @@ def decode(path: Path, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        hint = "convert it (iconv -f latin1 -t utf-8), or leave it out"
-        raise BaguError(f"{path} is not UTF-8: {error.reason} at byte {error.start}", hint=hint) from error
+        raise not_utf8(path, error) from error
+
+
+def _document(name: str, path: Path) -> AnyDocument:
+    """A text file. A long one is read in pieces, each by itself, so that no file stays open."""
+    size = path.stat().st_size
+    if size <= LONG:
+        return Document(id=name, text=decode(path, read(path)))
+
+    def piece(at: int, length: int) -> bytes:
+        with readable(path) as file:
+            file.seek(at)
+            return file.read(length)
+
+    return LongDocument(id=name, read=piece, start=0, end=size, place=str(path))
+
+
+def written(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """The files; one with a hole is refused before it is read. A hole reads as zeros, which are no text."""
+    long = ((path, size) for _, path in files if (size := path.stat().st_size) > LONG)
+    for path, size in long if hasattr(os, "SEEK_HOLE") else ():
+        with readable(path) as file:
+            if (at := file.seek(0, os.SEEK_HOLE)) < size:
+                raise BaguError(
+                    f"{path} is a sparse file: of its {size:,} bytes, those from byte {at:,} on were never written",
+                    hint="it is an incomplete copy; copy it again or leave it out",
+                )
+    return files
 
 
 def describe_files(name: str, files: list[tuple[str, Path]]) -> dict[str, Any]:

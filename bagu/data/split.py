@@ -11,8 +11,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bagu.data.source import Document
+from bagu.data.document import AnyDocument, Document
 from bagu.errors import BaguError
+
+PIECE = 1 << 16  # characters
 
 
 class Split(NamedTuple):
@@ -49,7 +51,8 @@ def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -
     two."""
     documents = list(documents)
     if len(documents) == 1 and 0 < fraction < 1:
-        return _cut(documents[0], fraction)
+        only, at = documents[0], end_of_training(documents[0], fraction)
+        return Split(train=[only.between(0, at, only.id)], validation=[only.between(at, None, f"{only.id}:end")])
     held = held_ids([document.id for document in documents], fraction=fraction, seed=seed)
     return Split(
         train=[document for document in documents if document.id not in held],
@@ -57,29 +60,28 @@ def hold_out(documents: Iterable[Document], *, fraction: float, seed: int = 0) -
     )
 
 
-def _cut(document: Document, fraction: float) -> Split:
-    """Hold out the last `fraction` of a document, up to twice as much to start at the beginning of a line."""
-    text = document.text
-    if len(text) < 2:
-        raise BaguError(f"{document.id} has {len(text)} characters, too few to hold one out", hint="give more text")
-    at = min(max(round(len(text) * (1 - fraction)), 1), len(text) - 1)
-    line = text.rfind("\n", 0, at) + 1
-    if line and at - line <= len(text) - at:
-        at = line
-    held = Document(id=f"{document.id}:end", text=text[at:])
-    return Split(train=[Document(id=document.id, text=text[:at])], validation=[held])
+def end_of_training(document: AnyDocument, fraction: float) -> int:
+    """Where the last `fraction` of a document starts, up to twice as much to start at the beginning of a line."""
+    size = sum(map(len, document.pieces(PIECE)))
+    if size < 2:
+        raise BaguError(f"{document.id} has {size} characters, too few to hold one out", hint="give more text")
+    at = min(max(round(size * (1 - fraction)), 1), size - 1)
+    line = 0
+    for start, piece in zip(range(0, at, PIECE), document.pieces(PIECE), strict=False):
+        line = start + found + 1 if (found := piece.rfind("\n", 0, at - start)) >= 0 else line
+    return line if line and at - line <= size - at else at
 
 
-def sample(documents: Iterable[Document], *, max_bytes: int, total_bytes: int, seed: int = 0) -> Iterator[str]:
+def sample(documents: Iterable[AnyDocument], *, max_bytes: int, total_bytes: int, seed: int = 0) -> Iterator[str]:
     """About `max_bytes` of the `total_bytes` of text, spread over the corpus; all of it if it is smaller.
 
     The sample consists of pieces of 64 Ki characters, which works for many short documents and for a long one.
     """
-    share, size, piece = max_bytes / max(total_bytes, 1), 0, 1 << 16
+    share, size = max_bytes / max(total_bytes, 1), 0
     for document in documents:
-        for start in range(0, len(document.text), piece):
-            chosen = place(f"{document.id}:{start}", seed=seed, purpose="sample") < share
-            if chosen and size < max_bytes:
-                text = document.text[start : start + piece]
+        for number, text in enumerate(document.pieces(PIECE)):
+            if size >= max_bytes:
+                return
+            if place(f"{document.id}:{number * PIECE}", seed=seed, purpose="sample") < share:
                 size += len(text.encode())
                 yield text

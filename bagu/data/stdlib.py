@@ -21,7 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from bagu.data.source import Conversation, Document, describe_files, non_empty, read
+from bagu.data.document import AnyDocument, Document
+from bagu.data.source import Conversation, describe_files, non_empty, read
 from bagu.errors import BaguError
 
 INSTALLED = {"site-packages", "dist-packages", "__pycache__"}  # in its folder, but not part of the standard library
@@ -104,7 +105,7 @@ class Function:
         return f"Write the Python function {self.name}.\n{summary}"
 
 
-def sft_pairs(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Conversation]:
+def sft_pairs(documents: Iterable[AnyDocument], *, max_bytes: int = 1024) -> Iterator[Conversation]:
     """Chats from the functions of Python modules.
 
     The argument is documents, not a source, so that pairs of held-out files stay held out.
@@ -118,14 +119,14 @@ def function_chat(function: Function) -> Conversation:
     return Conversation(id=function.id, messages=(question, {"role": "assistant", "content": function.answer}))
 
 
-def documented_functions(documents: Iterable[Document], *, max_bytes: int = 1024) -> Iterator[Function]:
+def documented_functions(documents: Iterable[AnyDocument], *, max_bytes: int = 1024) -> Iterator[Function]:
     """Functions and methods with a docstring and a body of at most `max_bytes` of code, in the order of the file."""
     for document in documents:
         yield from _documented_functions(document, max_bytes)
 
 
 @lru_cache(maxsize=1024)  # fine-tuning, preferences and prompts of one process read the same modules
-def _documented_functions(document: Document, max_bytes: int) -> tuple[Function, ...]:
+def _documented_functions(document: AnyDocument, max_bytes: int) -> tuple[Function, ...]:
     lines = document.text.split("\n")  # line numbers as in `ast`; splitlines() also splits at form feeds
     found: dict[str, Function] = {}  # by code: two branches of a module may define the same function
     for node in functions(parsed(document.text)):

@@ -27,11 +27,13 @@ FACTS = "facts.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDocument:
-    """One tokenized document. `mask` is 1 for a token that is a target; None if all are."""
+    """One tokenized document. `mask` is 1 for a token that is a target; None if all are. If not `ends`, it is a piece
+    that the next one continues."""
 
     id: str
     tokens: Sequence[int] | np.ndarray
     mask: Sequence[int] | np.ndarray | None = None
+    ends: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

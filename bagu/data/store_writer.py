@@ -14,16 +14,16 @@ import os
 import tempfile
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
 
-from bagu.data.source import Document
+from bagu.data.document import AnyDocument
 from bagu.data.store import FACTS, TokenDocument, TokenStore
+from bagu.data.tokenize import tokenize
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 
@@ -31,16 +31,8 @@ FORMAT = 1
 Progress = Callable[[int, int], None]  # called with the documents and tokens so far
 
 
-def tokenize(documents: Iterable[Document], tokenizer: BpeTokenizer, *, chunk: int = 256) -> Iterator[TokenDocument]:
-    """Encode documents in order, `chunk` at a time, and append the end-of-text token to each."""
-    documents = iter(documents)
-    while group := list(islice(documents, chunk)):
-        for document, ids in zip(group, tokenizer.encode_batch([d.text for d in group]), strict=True):
-            yield TokenDocument(id=document.id, tokens=[*ids, tokenizer.eos_id])
-
-
 def build(
-    documents: Iterable[Document],
+    documents: Iterable[AnyDocument],
     tokenizer: BpeTokenizer,
     cache: str | os.PathLike[str],
     *,
@@ -153,9 +145,10 @@ def _fill(
     """Pass the parts of every array to `put`, by name and in order. Either every document has a mask or none has."""
     dtype = np.uint16 if len(token_bytes) <= np.iinfo(np.uint16).max + 1 else np.uint32
     ends, name_ends, masked = array("q", [0]), array("q", [0]), False
-    for number, document in enumerate(documents):
+    number, end = 0, 0
+    for piece, document in enumerate(documents):
         ids, mask = _checked(document, len(token_bytes))
-        masked = masked if number else mask is not None
+        masked = masked if piece else mask is not None
         if masked != (mask is not None):
             raise BaguError(
                 f"some documents have a loss mask and some do not: document {document.id!r} is the first to differ"
@@ -163,12 +156,16 @@ def _fill(
         put("tokens", ids.astype(dtype))
         if mask is not None:
             put("mask", mask)
+        end += len(ids)
+        if not document.ends:
+            continue
+        number += 1
         name = np.frombuffer(document.id.encode(), np.uint8)
         put("names", name)
-        ends.append(ends[-1] + len(ids))
+        ends.append(end)
         name_ends.append(name_ends[-1] + len(name))
         if progress is not None:
-            progress(number + 1, ends[-1])
+            progress(number, end)
     if len(ends) == 1:
         raise BaguError("there are no documents to store", hint="check the source, and the fraction of the split")
     put("offsets", np.array(ends, np.int64))

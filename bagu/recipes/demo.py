@@ -148,8 +148,8 @@ def _read(stages: Stages, size: Demo) -> tuple[TextCorpus, Future[Compressors] |
     run = size.pretrain()
     corpus = TextCorpus(STDLIB, run.sources[STDLIB], run.selection)
     with stages.stage("Read the standard library") as stage:
-        text = sum(len(d.text.encode()) for d in corpus.split.train)
-        held = sum(len(d.text.encode()) for d in corpus.split.validation)
+        text = sum(d.num_bytes for d in corpus.documents("train"))
+        held = sum(d.num_bytes for d in corpus.documents("validation"))
         removed = len(corpus.dedup.removed) if corpus.dedup else 0
         stage.result = (
             f"{text / 1e6:.1f} MB to train on, {held / 1e6:.2f} MB held out, {removed} near-duplicate files left out"
@@ -216,12 +216,12 @@ def _held_out_bits(base: Trained, size: Demo) -> float:
 
 def _stock_compressors(corpus: TextCorpus, size: Demo) -> Compressors:
     training, left = [], size.priming_bytes
-    for document in corpus.split.train:
+    for document in corpus.documents("train"):
         if left is not None and left <= 0:
             break
         training.append(document.text)
         left = None if left is None else left - len(document.text)
-    return compressors(training, (d.text for d in corpus.split.validation))
+    return compressors(training, (d.text for d in corpus.documents("validation")))
 
 
 def _compress_beside(corpus: TextCorpus, size: Demo) -> Future[Compressors]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tokenizers
 
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import Corpus, TextCorpus
-from bagu.data.source import Document
+from bagu.data.document import AnyDocument
 from bagu.data.split import sample
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 from bagu.errors import BaguError
@@ -45,14 +45,18 @@ def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], o
 
 def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> BpeTokenizer:
     """A byte-level BPE with bagu's chat template, trained only on the training text."""
-    documents: list[Document] = []
+    texts: list[TextCorpus] = []
     for name, corpus in corpora.items():
         if not isinstance(corpus, TextCorpus):
             raise BaguError(
                 f"a tokenizer is trained on text, and source {name!r} is not text",
                 hint="set tokenizer.path, or start from a model that has a tokenizer (init_from)",
             )
-        documents += corpus.documents("train")
-    total = sum(len(d.text.encode()) for d in documents)
-    texts = sample(documents, max_bytes=round(config.max_mb * MB), total_bytes=total)
-    return BpeTokenizer.train(texts, vocab_size=config.vocab_size or 4096, chat_template=DEFAULT_TEMPLATE)
+        texts.append(corpus)
+
+    def documents() -> Iterator[AnyDocument]:
+        return (document for corpus in texts for document in corpus.documents("train"))
+
+    total = sum(document.num_bytes for document in documents())
+    chosen = sample(documents(), max_bytes=round(config.max_mb * MB), total_bytes=total)
+    return BpeTokenizer.train(chosen, vocab_size=config.vocab_size or 4096, chat_template=DEFAULT_TEMPLATE)

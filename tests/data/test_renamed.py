@@ -11,11 +11,11 @@ import pytest
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import STDLIB, Selection, SourceConfig
+from bagu.data.document import Document
 from bagu.data.loader import DataConfig
 from bagu.data.preferences import PreferenceCorpus
 from bagu.data.prompts import PromptCorpus
 from bagu.data.renamed import renamed_copies
-from bagu.data.source import Document
 from bagu.data.stdlib import DEFINED, StdlibSource, documented_functions
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bagu.data.source import Document
+from bagu.data.document import Document
 from bagu.errors import BaguError, UnknownName
 from bagu.eval.benchmarks import benchmark
 from bagu.eval.contamination import check_contamination

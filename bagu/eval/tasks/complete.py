@@ -11,7 +11,7 @@ import ast
 import warnings
 from collections.abc import Iterator, Sequence
 
-from bagu.data.source import Document
+from bagu.data.document import Document
 from bagu.eval.grades import code_grade, doctest_program, parses
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from bagu.data.source import Document
+from bagu.data.document import Document
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import PUBLIC, SEED, Modules, held_out_modules, in_fair_order, room
 

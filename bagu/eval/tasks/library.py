@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from bagu.data.source import Document
+from bagu.data.document import Document
 from bagu.data.split import held_ids, place
 from bagu.data.stdlib import DEFINED, StdlibSource, functions, parsed
 from bagu.eval.task import Item, Task

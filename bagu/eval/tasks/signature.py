@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bagu.data.source import Document
+from bagu.data.document import Document
 from bagu.eval.task import Item, Task
 from bagu.eval.tasks.library import (
     PUBLIC,
