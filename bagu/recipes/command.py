@@ -96,7 +96,7 @@ def _built(given: TrainOptions, on_mesh: Callable[[Run], list[str]]) -> Run:
     if given.steps is not None:
         run = replace(run, train=replace(run.train, steps=given.steps)) if resumed else with_steps(run, given.steps)
     run = with_settings(run, [*on_mesh(run), *_named_settings(given), *given.settings])
-    if given.reward is not None:
+    if given.reward:
         run = replace(run, objective=_with_reward(run.objective, given.reward))
     if given.wandb is not None:
         run = replace(run, wandb=given.wandb)
@@ -190,13 +190,13 @@ def _next_command(run: Run, done: Trained, out: Path) -> str:
     return f"bagu eval {out} continue4, or bagu train CHATS --recipe sft --from {out} --out runs/sft"
 
 
-def _with_reward(objective: Objective, reward: str) -> Objective:
+def _with_reward(objective: Objective, reward: tuple[str, ...]) -> Objective:
     if not isinstance(objective, PolicyObjective):
         raise BaguError(
             f"--reward is given, and objective {objective.kind!r} has no reward",
             hint="use --recipe grpo or ppo, or leave it out",
         )
-    return replace(objective, reward=reward)
+    return replace(objective, reward=reward[0] if len(reward) == 1 else reward)
 
 
 def report_of(run: Run, done: Trained) -> Path:

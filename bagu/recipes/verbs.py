@@ -55,9 +55,12 @@ class TrainOptions:
     resume: Annotated[bool, Option("Resume the run in the folder --out.", flags=("--resume",))] = False
     accept_data_change: Annotated[bool, Option("Resume with changed data.", flags=("--accept-data-change",))] = False
     reward: Annotated[
-        str | None,
-        Option("Of grpo and ppo: FILE.py:FUNCTION (your code, run with your rights), a built-in name, a model."),
-    ] = None
+        tuple[str, ...],
+        Option(
+            "Of grpo and ppo: FILE.py:FUNCTION (your code, run with your rights), a built-in name, a model; "
+            "repeatable, with weights after a colon: python:0.8."
+        ),
+    ] = ()
     prompt: Annotated[tuple[str, ...], Option("A prompt to sample from during training; repeatable.")] = ()
     wandb: Annotated[str | None, Option("Also log to this Weights & Biases project.", metavar="PROJECT")] = None
     mesh: Annotated[

@@ -180,3 +180,40 @@ def test_ppo_without_a_reward_asks_for_one(folder: Path, capsys: pytest.CaptureF
 def test_a_reward_is_refused_for_an_objective_without_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bagu(folder, "sft", settings=[]) == 2
     assert "'sft' has no reward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_several_rewards_are_summed_with_their_weights_and_logged_apart(folder: Path, recipe: str) -> None:
+    (folder / "short.py").write_text(
+        "def score(prompt, completion, facts):\n    return -len(completion)\n"
+        "def broken(prompts, completions, facts):\n    raise OSError('no disk')\n"
+    )
+    with pytest.warns(RuntimeWarning, match=r"short\.py:broken raised OSError: no disk"):
+        given = ("--reward", f"{folder}/short.py:score:0.25", "--reward", f"{folder}/short.py:broken:2")
+        assert bagu(folder, recipe, *given) == 0
+    rows = RunFolder(folder / "run").metrics()
+    parts = ("mine.py:score", "short.py:score", "short.py:broken")
+    first = [row for row in rows if "reward_mean" in row]
+    assert first
+    for row in first:
+        mine, short, broken = (row[f"reward_part_{name}"] for name in parts)
+        assert broken == 0 and short < 0 < mine
+        assert row["reward_mean"] == pytest.approx(mine + 0.25 * short)
+    assert rows[-1]["val_reward_part_short.py:score"] < 0
+    page = (folder / "run" / "report.html").read_text()
+    assert "Reward short.py:score" in page and "before its weight, 0.25" in page
+
+
+def test_weights_of_rewards_are_read_from_the_end(tmp_path: Path) -> None:
+    from bagu.config import ConfigError
+    from bagu.train.rl.reward_function import reward_specs
+
+    found = reward_specs(["python", "a/f.py:0.2", "f.py:other:-1e-2", "runs/scorer:0"])
+    assert [(r.spec, r.weight, r.name) for r in found] == [
+        ("python", 1, "python"), ("a/f.py", 0.2, "f.py"), ("f.py:other", -0.01, "f.py:other"),
+        ("runs/scorer", 0, "scorer"),
+    ]  # fmt: skip
+    (tmp_path / "model:2").mkdir()
+    assert reward_specs(str(tmp_path / "model:2"))[0].weight == 1  # the name of a folder
+    with pytest.raises(ConfigError, match=r"two rewards have the name 'f\.py:score'"):
+        reward_specs(["a/f.py:score", "b/f.py:score:2"])

@@ -210,7 +210,7 @@ class RolloutLoader:
         began = time.perf_counter()
         scored = _scores(self.reward, prompts, drawn)
         self._answers += len(scored)
-        self._faults += [s.fault for s in scored if s.fault is not None]
+        self._faults += [s.fault for s in scored if s.fault is not None and not s.partly]
         tally.reward_s += time.perf_counter() - began
         tally.add(drawn, scored)
         groups: list[list[Answer]] = [[] for _ in prompts]

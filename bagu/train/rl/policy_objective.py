@@ -9,15 +9,18 @@ from bagu.train.objective import check_causal
 from bagu.train.rl.formulas import Estimator, Normalization
 from bagu.train.rl.loader import RolloutConfig
 from bagu.train.rl.prompt_data import PromptObjective
-from bagu.train.rl.tally import ANSWER_CURVES
+from bagu.train.rl.reward_function import reward_specs
+from bagu.train.rl.tally import ANSWER_CURVES, part_metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(PromptObjective):
     """Settings of GRPO and PPO.
 
-    `reward` is FILE.py:FUNCTION, the name of a built-in reward, or the folder of a reward model. An answer that it
-    cannot score (it raises, takes longer than `reward_timeout_s`, or returns no finite number) has `reward_default`.
+    `reward` is FILE.py:FUNCTION, the name of a built-in reward, or the folder of a reward model; or a list of these,
+    each with a weight after a colon if that is not 1 ("python:0.8"): the reward is then their weighted sum, and the
+    mean of each is logged. An answer that a reward cannot score (it raises, takes longer than `reward_timeout_s`, or
+    returns no finite number) has `reward_default`.
 
     A rollout has `samples` answers of at most `max_tokens` tokens to each of `prompts` prompts, sampled at temperature
     1; they are trained on in `epochs` passes of `minibatches` steps. The ratio is clipped to 1 - `clip_low` and
@@ -34,7 +37,7 @@ class PolicyObjective(PromptObjective):
     The run ends once the mean reward of the last `stop_rollouts` rollouts is `stop_reward` or more; null never ends it.
     """
 
-    reward: str = ""
+    reward: str | tuple[str, ...] = ""
     reward_default: float = 0.0
     reward_timeout_s: float = 10.0
     prompts: int = 32
@@ -54,6 +57,7 @@ class PolicyObjective(PromptObjective):
     invariant: bool = False
 
     def __post_init__(self) -> None:
+        reward_specs(self.reward)
         for name in ("prompts", "samples", "max_tokens", "epochs", "minibatches", "max_draws", "stop_rollouts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"objective.{name} is {getattr(self, name)}", hint="at least 1")
@@ -96,9 +100,17 @@ class PolicyObjective(PromptObjective):
         )  # fmt: skip
 
     def display(self) -> Display:
+        several = [] if isinstance(self.reward, str) else reward_specs(self.reward)
         return Display(
             curves=(
                 Curve(title="Reward", unit="", metrics={"reward_mean": "training", "val_reward_mean": "validation"}),
+                *(
+                    Curve(
+                        title=f"Reward {one.name}", unit=f"before its weight, {one.weight:g}",
+                        metrics={part_metric(one.name): "training", f"val_{part_metric(one.name)}": "validation"},
+                    )
+                    for one in several
+                ),
                 Curve(title="Policy loss", unit="", metrics={"policy_loss": "policy loss"}),
                 Curve(
                     title="KL", unit="nats per token",

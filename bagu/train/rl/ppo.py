@@ -36,6 +36,7 @@ from bagu.train.rl.formulas import (
 )
 from bagu.train.rl.policy_loss import PolicyLoss, PolicyTotals
 from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.rl.reward_function import reward_specs
 from bagu.train.rl.rollout import Answer, RolloutBatch
 from bagu.types import Batch
 
@@ -88,7 +89,8 @@ class ProximalPolicy(PolicyObjective):
             )
 
     def auxiliary(self) -> Mapping[str, str]:
-        start = self.critic or (self.reward if self.reward and Path(self.reward).is_dir() else None)
+        models = [one.spec for one in reward_specs(self.reward) if one.spec and Path(one.spec).is_dir()]
+        start = self.critic or next(iter(models), None)
         return {} if start is None else {"critic": start}
 
     def check_auxiliary(self, role: str, auxiliary: ModelConfig, model: ModelConfig) -> None:

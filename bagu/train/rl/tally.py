@@ -22,6 +22,11 @@ ANSWER_CURVES = (
 )  # fmt: skip
 
 
+def part_metric(name: str) -> str:
+    """The metric of a named part of the reward."""
+    return f"reward_part_{name}"
+
+
 @dataclass(kw_only=True)
 class Tally:
     """Counts over all answers that were sampled for one rollout, also those that are left out."""
@@ -61,7 +66,7 @@ class Tally:
         return {
             "reward_mean": sum(self.rewards) / n,
             "reward_std": float(np.std(self.rewards)),
-            **{f"reward_part_{name}": sum(part) / len(part) for name, part in sorted(self.parts.items())},
+            **{part_metric(name): sum(part) / len(part) for name, part in sorted(self.parts.items())},
             **values,
             "reward_faults": self.faults,
         }
