@@ -18,7 +18,7 @@ from bagu.data.store import TokenDocument
 from bagu.data.tokenizer import BpeTokenizer
 
 PIECE = 1 << 18  # characters of a piece of a long document
-BATCH = 1 << 22  # characters encoded at once, on all cores
+BATCH = 1 << 21  # characters encoded at once, on all cores
 CONTEXT, WINDOW = 64, 512  # characters
 REACH, TRIES = 1 << 12, 16  # how far before its place a cut is searched, and how many are tried
 BORDER = re.compile(r"(?<=[^\W_])(?=[^\w])")  # the end of a word or number

@@ -142,12 +142,21 @@ def metrics_of(task: Task, rows: Sequence[Row]) -> dict[str, Estimate]:
     clusters = [row["cluster"] or row["id"] for row in rows]
     if task.kind == "loss":
         bits, sizes = [row["nats"] / math.log(2) for row in rows], [row["bytes"] for row in rows]
-        return {"bits_per_byte": estimate_ratio(bits, sizes, clusters)}
+        return {main_metric(task): estimate_ratio(bits, sizes, clusters)}
     scores = item_scores(task.kind, rows, task.k)
-    first = task.normalization if task.kind == "choice" else f"pass@{task.k[0]}"
-    names = [first, *(n for n in scores if n != first)]
-    named = {name: task.metric if name in ("raw", "pass@1") else f"{task.metric}_{name}" for name in names}
-    return {named[name]: estimate(scores[name], clusters) for name in names}
+    found = {_named(task, name): estimate(values, clusters) for name, values in scores.items()}
+    return {main_metric(task): found[main_metric(task)], **found}
+
+
+def main_metric(task: Task) -> str:
+    """The name of the task's own metric."""
+    if task.kind == "loss":
+        return "bits_per_byte"
+    return _named(task, task.normalization if task.kind == "choice" else f"pass@{task.k[0]}")
+
+
+def _named(task: Task, score: str) -> str:
+    return task.metric if score in ("raw", "pass@1") else f"{task.metric}_{score}"
 
 
 def item_scores(kind: str, rows: Sequence[Row], k: Sequence[int] = (1,)) -> dict[str, list[float]]:

@@ -172,7 +172,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     report = report_of(run, done)
     again = f"bagu train --resume --out {out}"
     steps = f"{done.fit.step} of {run.train.steps} steps"
-    early = "" if done.fit.step == run.train.steps else f" after {steps}: the reward has reached objective.stop_reward"
+    early = "" if done.fit.step == run.train.steps or done.fit.ended is None else f" after {steps}: {_why(done)}"
     state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
     state += "" if done.idle is None else f", and nothing was learned: {done.idle}"
     after = "" if done.fit.interrupted else f"\nnext: {_next_command(run, done, out)}"
@@ -188,6 +188,17 @@ def _next_command(run: Run, done: Trained, out: Path) -> str:
     if done.tokenizer.chat_template is not None and run.init_from is not None:
         return f"bagu chat {out}"
     return f"bagu eval {out} continue4, or bagu train CHATS --recipe sft --from {out} --out runs/sft"
+
+
+def _why(done: Trained) -> str:
+    """Why a run ended before its last step."""
+    ended = done.fit.ended or {}
+    if "metric" not in ended:
+        return "the reward has reached objective.stop_reward"
+    return (
+        f"{ended['metric']} was best at step {ended['best_step']} ({ended['best']:.4g}), "
+        f"{ended['evaluations_since']} evaluations ago"
+    )
 
 
 def _with_reward(objective: Objective, reward: tuple[str, ...]) -> Objective:

@@ -71,8 +71,9 @@ class Run:
     `objective` is the training objective, by its `kind` (pretrain, sft, dpo, …), with its settings. `init_from` is a
     run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is used too unless one is given. `validation`
     is the fraction of documents held out, `dedup` the similarity above which a document is removed as a copy of an
-    earlier one (null: no document is removed). `eval_batches` limits an evaluation. `wandb` is the Weights & Biases
-    project that receives the metrics; null sends nothing.
+    earlier one (null: no document is removed). `eval_batches` limits an evaluation. `eval_tasks` are tasks of `bagu
+    eval` that every evaluation of the run scores too, the first `eval_items` items of each. `wandb` is the Weights &
+    Biases project that receives the metrics; null sends nothing.
     """
 
     objective: Objective = field(default_factory=LanguageModelling)
@@ -88,6 +89,8 @@ class Run:
     validation: float = 0.05
     dedup: float | None = 0.8
     eval_batches: int = 16
+    eval_tasks: tuple[str, ...] = ()
+    eval_items: int = 100
     wandb: str | None = None
 
     def __post_init__(self) -> None:
@@ -99,8 +102,16 @@ class Run:
             )
         if self.wandb == "":
             raise ConfigError("wandb is an empty name", hint="name a project, or null for none")
-        if self.eval_batches < 1:
-            raise ConfigError(f"eval_batches is {self.eval_batches}", hint="at least 1")
+        for name in ("eval_batches", "eval_items"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", hint="at least 1")
+        if self.eval_tasks and self.train.eval_every is None:
+            raise ConfigError("eval_tasks is set, and train.eval_every is null", hint="set train.eval_every")
+        if self.eval_tasks and self.train.mesh.ranks > self.train.mesh.dp:
+            raise ConfigError(
+                f"eval_tasks and the mesh {self.train.mesh} do not go together: an engine needs the whole model",
+                hint="use dp alone, or evaluate checkpoints with bagu eval",
+            )
         if not 0 < self.validation < 1:
             raise ConfigError(f"validation is {self.validation}", hint="a share between 0 and 1, such as 0.05")
         if self.dedup is not None and not 0 < self.dedup <= 1:

@@ -37,6 +37,7 @@ from bagu.recipes.models import NATIVE, load_model, save_model
 from bagu.recipes.rollout import open_reward, with_rollouts
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary, matmul_rate, summarise
+from bagu.recipes.task_evaluation import TaskEvaluation, run_tasks, task_formats
 from bagu.recipes.tokenizer import TOKENIZER
 from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.runs.observer import Observer, WeightsAndBiases
@@ -72,6 +73,7 @@ def check(
         WeightsAndBiases.check()
     _check_offload(run)
     inputs = read_inputs(run, out, accept_data_change=accept_data_change, fit_context=fit_context)
+    run_tasks(run, inputs.model, inputs.tokenizer)
     if isinstance(run.objective, PolicyObjective):
         open_reward(run.objective, inputs.device).close()  # raises for a reward that cannot be loaded
     newest, _ = checkpoint.newest_good(folder.checkpoints) if resume else (None, [])
@@ -116,6 +118,7 @@ def train(
             fit_context=fit_context,
         )  # fmt: skip
     run = inputs.run
+    tasks = run_tasks(run, inputs.model, inputs.tokenizer)
     model, auxiliary = _model(run, inputs), _auxiliary_models(inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
     with _rank_0_first(mesh):
@@ -123,7 +126,8 @@ def train(
     loss = run.objective.loss(model, auxiliary)
     with contextlib.ExitStack() as stack:
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
-        evaluate = partial(_evaluate, loss, data, run.eval_batches) if run.train.eval_every else None
+        task_scores = TaskEvaluation(run, tasks, inputs.tokenizer) if tasks else None
+        evaluate = partial(_evaluate, loss, data, run.eval_batches, task_scores) if run.train.eval_every else None
         sample = _sampler(inputs, prompts, data) if run.train.sample_every else None
         if first:
             folder = RunFolder.claim(out, resume=resume)
@@ -132,7 +136,7 @@ def train(
         def begin(step: int) -> list[Observer]:
             if announce is not None:
                 announce(summarise(run, inputs, first_step=step, peak_flops=peak))
-            recorder = _record(run, inputs, folder, progress)
+            recorder = _record(run, inputs, folder, progress, task_formats(tasks))
             stack.callback(recorder.close)
             if inputs.data_changes:
                 recorder.on_event("data_changed", step, sources=list(inputs.data_changes))
@@ -164,7 +168,9 @@ def _rank_0_first(mesh: Mesh | None) -> Iterator[None]:
         from_rank_0(mesh, 0)
 
 
-def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | None) -> RunRecorder:
+def _record(
+    run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | None, formats: Mapping[str, str]
+) -> RunRecorder:
     """Write config, tokenizer and data facts to the folder, and open the recorder of its metrics."""
     trackers = []
     if run.wandb is not None:  # first, because it may raise, for example without a login
@@ -175,7 +181,7 @@ def _record(run: Run, inputs: Inputs, folder: RunFolder, progress: Observer | No
         inputs.tokenizer.save(kept)
     configs.save(inputs.model, folder.path / NATIVE)
     write_atomic(folder.path / DATA, json.dumps(facts_of(run, inputs), indent=2) + "\n")
-    formats = run.objective.display().progress
+    formats = {**run.objective.display().progress, **formats}
     shown = progress or TrainProgress(run.train.steps, name=run.objective.kind, formats=formats)
     return RunRecorder(folder, progress=shown, trackers=trackers)
 
@@ -266,8 +272,10 @@ def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
     save_adapter(model, folder, base=str(inputs.start.resolve()))
 
 
-def _evaluate(loss: Loss[Any, Any], data: TrainingData[Any], limit: int, model: Transformer) -> Metrics:
-    return loss.evaluate(model, data.held_out(limit))
+def _evaluate(
+    loss: Loss[Any, Any], data: TrainingData[Any], limit: int, task_scores: TaskEvaluation | None, model: Transformer
+) -> Metrics:
+    return {**loss.evaluate(model, data.held_out(limit)), **({} if task_scores is None else task_scores(model))}
 
 
 def _sampler(

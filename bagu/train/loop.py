@@ -66,6 +66,7 @@ class FitResult:
     interrupted: bool
     metrics: Mapping[str, float | int | None]  # of the last step
     checkpoint: Path | None
+    ended: Mapping[str, Any] | None = None  # why the run ended before its last step, as facts of an event
     timeline: Sequence[Sequence[Action]] = ()  # the actions of each rank of a pipeline in the last step
 
 
@@ -114,7 +115,7 @@ def fit(
     with run, prepared(state.model, config, state.device), Interrupt() as interrupt:
         run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
-        while state.step < stop and not _stopping(state, interrupt) and state.loss.ended is None:
+        while state.step < stop and not _stopping(state, interrupt) and state.ended is None:
             meters.start()
             batches = run.next_batches()
             meters.data_arrived()
@@ -129,6 +130,8 @@ def fit(
             if evaluate is not None and _due(config.eval_every, state.step, last):
                 with state.whole_model() as whole, _inference(whole):
                     row |= evaluate(whole)
+                state.best.evaluated(row, state.step)
+                last = last or state.ended is not None
             run.notify("on_step", state.step - 1, row)
             idle = idle + 1 if result.totals.idle else 0
             if str(idle).rstrip("0") == "1":  # 1, 10, 100: a run without updates says so, and not in every line
@@ -146,11 +149,14 @@ def fit(
             run.interrupted(row)
         elif state.step < config.steps:
             run.save_rest(row)
-            if state.loss.ended is not None:
-                run.notify("on_event", "ended_early", state.step, **state.loss.ended)
+            if state.ended is not None:
+                run.notify("on_event", "ended_early", state.step, **state.ended)
+        steps, ended = state.step, state.ended
+        if config.best.load_at_end and not _stopping(state, interrupt) and (steps == config.steps or ended):
+            run.load_best()
         actions = [] if state.divided is None else state.divided.timeline()
     return FitResult(
-        step=state.step, updates=state.updates, interrupted=_stopping(state, interrupt), metrics=row,
+        step=steps, updates=state.updates, ended=ended, interrupted=_stopping(state, interrupt), metrics=row,
         checkpoint=run.checkpoint, timeline=actions,
     )  # fmt: skip
 
@@ -250,7 +256,7 @@ class _Run:
             "cursor": self.loader.cursor(self.state.data_step),
             "config": self.settings,
             "identity": self.identity,
-            "validation_loss": self.state.loss.validation_loss(row),
+            "validation_loss": self.state.best.score_of(row),
         }
         self.saves += 1
         if self.state.divided is not None:  # every rank takes part in gathering what rank 0 writes
@@ -271,6 +277,20 @@ class _Run:
         """Save the current state, unless the last save already contains it."""
         if self.saver is not None and self.saved_at != self.state.data_step:
             self.save(row)
+
+    def load_best(self) -> None:
+        """Bring back the weights of the best checkpoint. The run is over: its state is not saved again."""
+        assert self.saver is not None and self.folder is not None
+        self.saver.wait()
+        self.report_saves()
+        path = checkpoint.best(self.folder) if self.first else None
+        step = from_rank_0(self.state.mesh, -1 if path is None else checkpoint.state_of(path)["step"])
+        if step >= 0:
+            best, updates = self.state.best.state(), self.state.updates
+            checkpoint.restore(checkpoint.path_of(self.folder, step), self.state)
+            self.state.best.load(best)
+            self.state.updates = updates
+            self.notify("on_event", "best_loaded", step, metric=self.state.best.metric)
 
     def report_saves(self) -> None:
         """Notify observers of finished saves. A failed save does not stop the run."""

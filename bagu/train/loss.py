@@ -106,11 +106,6 @@ class Loss(ABC, Generic[BatchT, TotalsT]):
                     sums[name] = max(sums.get(name, -math.inf), float(value))
         return {f"val_{name}": value for name, value in self.metrics(loss, sums, totals).items()}
 
-    def validation_loss(self, row: Mapping[str, float | int | None]) -> float | None:
-        """The number by which checkpoints are compared, the lowest is the best; None if `row` has no evaluation."""
-        value = row.get(self.validation_metric)
-        return -value if value is not None and self.higher_is_better else value
-
     def updated(self, metrics: Mapping[str, float | None]) -> None:
         """Called after each update of the weights with the step's metrics, for a loss that adapts to them."""
 

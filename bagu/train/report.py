@@ -74,6 +74,7 @@ class ReportData:
     tables: Sequence[Table] = ()
 
 
+TASK = "task_"  # begins the names of the scores of tasks
 CURVES = (  # of every run, after the curves of its objective
     Curve(title="Learning rate", unit="", metrics={"lr": "learning rate"}),
     Curve(title="Gradient norm", unit="", metrics={"grad_norm": "gradient norm"}, log=True),
@@ -187,7 +188,20 @@ def display_of(run: Run) -> Display:
     if objective is None:
         common = {"step", "tokens", *(key for curve in CURVES for key in curve.metrics)}
         return Display.of_names(sorted({key for row in run.metrics for key in row} - common))
-    return objective.display()
+    shown = objective.display()
+    tasks = sorted({key for row in run.metrics for key in row if key.startswith(TASK)})
+    return replace(shown, curves=(*shown.curves, *map(task_curve, tasks)))
+
+
+def task_metric(task: str, metric: str) -> str:
+    """The name of the logged score of a task: task_continue4_accuracy_percent, task_library_bits_per_byte."""
+    return f"{TASK}{task}_{metric}" + ("" if metric == "bits_per_byte" else "_percent")
+
+
+def task_curve(metric: str) -> Curve:
+    name = metric.removeprefix(TASK).removesuffix("_percent").replace("_", " ")
+    unit = "%" if metric.endswith("_percent") else "bits per byte"
+    return Curve(title=f"Task {name}", unit=unit, metrics={metric: "task"})
 
 
 def objective_of(run: Run) -> Objective[Any] | None:

@@ -1,6 +1,6 @@
 """The configuration of training, and the state that changes while it runs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ from bagu.parallel.context import Method
 from bagu.parallel.mesh import Mesh, MeshConfig
 from bagu.parallel.pipeline import Schedule
 from bagu.parallel.spread import SpreadOf, everywhere
+from bagu.train.best import Best, BestConfig
 from bagu.train.cross_entropy import CrossEntropy
 from bagu.train.loss import Loss, TokenLoss
 from bagu.train.memory.divided import DividedModel
@@ -38,7 +39,8 @@ class TrainConfig:
     products of linear layers, except the head's, to 8 bits (nn/fp8.py); null leaves them in the model's dtype.
     `deterministic` makes a GPU run bitwise
     reproducible, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
-    `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the lowest validation loss.
+    `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the best evaluation; `best` says what the
+    best is, and when a run that no longer improves ends.
 
     `mesh` divides the run over ranks (parallel/mesh.py). `zero` is the ZeRO stage of its `shard` dimension; null is 3,
     or 1 with a pipeline. `offload` keeps the divided masters and optimizer state in host memory, and updates there.
@@ -62,6 +64,7 @@ class TrainConfig:
     save_every: int | None = None
     keep_last: int = 2
     keep_best: bool = False
+    best: BestConfig = field(default_factory=BestConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: Stage | None = None
     offload: bool = False
@@ -108,6 +111,12 @@ class TrainConfig:
         if self.clip is not None and self.clip <= 0:
             raise ArgumentError(f"clip is {self.clip}", hint="use null for no clipping")
         UnknownName.check("activation_checkpointing", self.activation_checkpointing, get_args(Recompute))
+        if self.eval_every is None and (self.best.patience is not None or self.best.metric is not None):
+            raise ArgumentError(
+                "train.best is set, and nothing is evaluated: eval_every is null", hint="set eval_every"
+            )
+        if self.best.load_at_end and not self.keep_best:
+            raise ArgumentError("best.load_at_end is set without keep_best", hint="set keep_best=true")
         if self.keep_best and (
             self.eval_every is None or self.save_every is None or self.save_every % self.eval_every != 0
         ):
@@ -245,6 +254,7 @@ class TrainState:
         self.optimizer = Optimizer(config.optimizer, self.flat, parts=parts)
         self.config = replace(config, optimizer=self.optimizer.config)  # a checkpoint records the resolved options
         self.guard = Guard(config.stability)
+        self.best = Best(config.best, self.loss)
         self.fp8 = None if config.precision is None else Fp8Weights(model, self.device)
         if self.fp8 is not None:
             self.fp8.round()
@@ -261,6 +271,11 @@ class TrainState:
     def lr(self) -> float:
         """The learning rate of the next update."""
         return self.config.optimizer.lr * factor(self.config.schedule, self.step, self.config.steps)
+
+    @property
+    def ended(self) -> Mapping[str, Any] | None:
+        """Why the run ends before its last step, as facts of an event; None: it goes on."""
+        return self.loss.ended or self.best.ended
 
     def publish(self) -> None:
         """Bring the updated masters into the model, with all that is computed from them."""

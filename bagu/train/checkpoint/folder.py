@@ -47,10 +47,15 @@ def unneeded(folder: Path, *, keep_last: int, keep_best: bool) -> list[Path]:
     """The checkpoints that are neither among the last `keep_last` nor the best one."""
     found = checkpoints(folder)
     kept = set(found[-keep_last:])
-    if keep_best:
-        scores = {path: score for path in found if (score := _score(path)) is not None}
-        kept |= set(sorted(scores, key=scores.__getitem__)[:1])
+    if keep_best and (path := best(folder)) is not None:
+        kept.add(path)
     return [path for path in found if path not in kept]
+
+
+def best(folder: Path) -> Path | None:
+    """The earliest checkpoint with the best evaluation; None if none was evaluated."""
+    scores = {path: score for path in checkpoints(folder) if (score := _score(path)) is not None}
+    return min(scores, key=scores.__getitem__, default=None)
 
 
 def _score(path: Path) -> float | None:
@@ -59,7 +64,7 @@ def _score(path: Path) -> float | None:
         facts = state_of(path)
     except (OSError, ValueError, TypeError):
         return None
-    score = facts.get("validation_loss")
+    score = facts.get("validation_loss")  # the score of its evaluation, the lowest is the best
     return score if isinstance(score, float | int) else None
 
 

@@ -52,6 +52,7 @@ def restore(path: Path, state: TrainState) -> dict[str, Any]:
     state.step, state.data_step = facts["step"], facts["data_step"]
     state.updates = facts["updates"]
     state.guard.load(facts["guard"])
+    state.best.load(facts.get("best", {}))  # older checkpoints have none
     state.loss.load_state(facts["loss"])
     return facts
 

@@ -66,6 +66,7 @@ def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) ->
         "updates": state.updates,
         "seed": state.config.seed,  # all randomness is a function of the seed, data_step and the micro-batch
         "guard": state.guard.state(),
+        "best": state.best.state(),
         "frozen": state.frozen_digest,
         "loss": state.loss.state(),
     }
