@@ -57,7 +57,7 @@ class TextSource:
 
     def documents(self) -> Iterator[AnyDocument]:
         files = written(list_files(self.path, self.glob))
-        return non_empty((_document(name, file) for name, file in files if file.stat().st_size), self.path)
+        return non_empty((_document(name, file) for name, file in files if size_of(file)), self.path)
 
     def describe(self) -> dict[str, Any]:
         return describe_files("text", written(list_files(self.path, self.glob)))
@@ -210,7 +210,7 @@ def decode(path: Path, data: bytes) -> str:
 
 def _document(name: str, path: Path) -> AnyDocument:
     """A text file. A long one is read in pieces, each by itself, so that no file stays open."""
-    size = path.stat().st_size
+    size = size_of(path)
     if size <= LONG:
         return Document(id=name, text=decode(path, read(path)))
 
@@ -224,7 +224,7 @@ def _document(name: str, path: Path) -> AnyDocument:
 
 def written(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
     """The files; one with a hole is refused before it is read. A hole reads as zeros, which are no text."""
-    long = ((path, size) for _, path in files if (size := path.stat().st_size) > LONG)
+    long = ((path, size) for _, path in files if (size := size_of(path)) > LONG)
     for path, size in long if hasattr(os, "SEEK_HOLE") else ():
         with readable(path) as file:
             if (at := file.seek(0, os.SEEK_HOLE)) < size:
@@ -250,6 +250,11 @@ def hash_file(path: Path) -> tuple[str, int]:
     """SHA-256 and size, computed in chunks."""
     with readable(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+
+
+def size_of(path: Path) -> int:
+    with readable(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 @contextlib.contextmanager
