@@ -22,15 +22,10 @@ from bagu.bench.train_peers import llama_config
 from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.sequences import Tokens, micro_batches, pack
 from bagu.errors import ArgumentError, UnknownName
-from bagu.nn.config import ModelConfig
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
-from bagu.train.optim import OptimizerConfig
+from bagu.nn import ModelConfig, Transformer, init_weights, preset
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.train.preference.dpo import PreferenceOptimization
 from bagu.train.prepare import prepared
-from bagu.train.state import TrainConfig, TrainState
-from bagu.train.step import step
 
 BETA = 0.1
 PEERS = {"transformers": False, "transformers-compile": True}  # name: compiled

@@ -20,10 +20,9 @@ from bagu.bench.workload import Workload
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.openmp import settings
 from bagu.machine.timing import reset_device
+from bagu.nn import Transformer, preset
 from bagu.nn.init import draw, init_weights
-from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
-from bagu.nn.presets import preset
 from bagu.serve.adapters.registry import adaptable
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine

@@ -16,9 +16,8 @@ from bagu.bench.harness import script_rates
 from bagu.bench.workload import TEMPERATURE, Workload
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.openmp import settings
-from bagu.nn.config import ModelConfig
+from bagu.nn import ModelConfig, Transformer
 from bagu.nn.families import family_for
-from bagu.nn.model import Transformer
 
 Run = Callable[[Workload], Measured]
 Implementation = Callable[[ModelConfig, torch.device, torch.dtype, int], AbstractContextManager[Run]]

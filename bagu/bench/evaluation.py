@@ -26,8 +26,7 @@ from bagu.bench.engine import random_model
 from bagu.bench.harness import Place, Rows, table
 from bagu.bench.options import BenchSetting, EvalBench
 from bagu.bench.workload import Lengths
-from bagu.data.stdlib import StdlibSource
-from bagu.data.tokenizer import BpeTokenizer
+from bagu.data import BpeTokenizer, StdlibSource
 from bagu.errors import ArgumentError
 from bagu.eval.score import evaluate
 from bagu.eval.task import Item, Task

@@ -27,13 +27,11 @@ from bagu.recipes.rollout import EngineSampler, engine_config
 from bagu.runs.observer import Observer
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
-from bagu.train.loop import fit
-from bagu.train.optim import OptimizerConfig
+from bagu.train import OptimizerConfig, TrainConfig, fit
 from bagu.train.rl.grpo import GroupRelative
 from bagu.train.rl.loader import PromptLoader, RolloutConfig, RolloutLoader
 from bagu.train.rl.reward_function import Sample, Scored
 from bagu.train.rl.rollout import PackShape
-from bagu.train.state import TrainConfig
 
 PHASES = ("rollout_s", "reward_s", "prepare_s", "update_s", "step_s")
 MICRO_BATCH = 16384  # tokens, at most

@@ -24,14 +24,11 @@ from bagu.bench.harness import RESULTS, Rows, table
 from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
+from bagu.nn import Transformer, init_weights
 from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import Mesh, MeshConfig, open_mesh
-from bagu.train.optim import OptimizerConfig
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.train.prepare import prepared
-from bagu.train.state import TrainConfig, TrainState
-from bagu.train.step import step
 
 Times = Mapping[str, Sequence[float]]  # seconds of each round, by implementation
 ALONE, MESH = "without a mesh", "with a mesh"

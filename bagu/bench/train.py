@@ -26,13 +26,9 @@ from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype_name
-from bagu.nn import count
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
-from bagu.train.optim import OptimizerConfig
+from bagu.nn import Transformer, count, init_weights
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.train.prepare import prepared
-from bagu.train.state import TrainConfig, TrainState
-from bagu.train.step import step
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from bagu.nn.config import ModelConfig
-from bagu.nn.presets import preset
+from bagu.nn import ModelConfig, preset
 
 
 @dataclass(frozen=True, kw_only=True)

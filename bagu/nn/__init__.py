@@ -8,5 +8,6 @@
 from bagu.nn.config import ModelConfig
 from bagu.nn.init import init_weights
 from bagu.nn.model import Output, Transformer
+from bagu.nn.presets import preset
 
-__all__ = ["ModelConfig", "Output", "Transformer", "init_weights"]
+__all__ = ["ModelConfig", "Output", "Transformer", "init_weights", "preset"]

@@ -17,9 +17,8 @@ gradients. The router, its balance loss and the shared experts use the tokens of
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.nn import ModelConfig, Transformer
 from bagu.nn.change import override, place
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
 from bagu.nn.moe import MoE
 from bagu.parallel import collectives
 from bagu.parallel.exchange import swap_rows

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
+from bagu.nn import ModelConfig, Transformer
 from bagu.parallel.context import Method, check_context_parallel, context_parallel
 from bagu.parallel.expert import check_expert_parallel, expert_parallel
 from bagu.parallel.mesh import Group, Mesh, MeshConfig

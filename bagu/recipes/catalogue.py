@@ -11,18 +11,15 @@ from bagu.data.loader import DataConfig
 from bagu.errors import BaguError, UnknownName
 from bagu.nn.presets import preset
 from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
+from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig
 from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.masked import MaskedLanguageModelling
 from bagu.train.objectives.on_policy_distill import OnPolicyDistillation
 from bagu.train.objectives.sft import SupervisedFineTuning
-from bagu.train.optim import OptimizerConfig
 from bagu.train.preference.dpo import PreferenceOptimization
 from bagu.train.preference.reward import RewardModelling
 from bagu.train.rl.grpo import GroupRelative
 from bagu.train.rl.ppo import ProximalPolicy
-from bagu.train.schedule import ScheduleConfig
-from bagu.train.stability import StabilityConfig
-from bagu.train.state import TrainConfig
 
 
 def small() -> Run:

@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bagu.data.chat import ChatEncoder
-from bagu.data.tokenizer import BpeTokenizer
+from bagu.data import BpeTokenizer, ChatEncoder
 from bagu.errors import ArgumentError, BaguError
 from bagu.eval.model import Decoding, Message, Model
 from bagu.nn.digest import fingerprint_of

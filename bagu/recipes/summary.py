@@ -9,8 +9,7 @@ import torch
 
 from bagu.data.loader import DataConfig
 from bagu.machine.device import vendor_flops
-from bagu.nn import count
-from bagu.nn.config import ModelConfig
+from bagu.nn import ModelConfig, count
 from bagu.nn.lora import lora_parameters
 from bagu.recipes.inputs import Inputs
 from bagu.recipes.models import model_config

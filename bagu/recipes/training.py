@@ -12,20 +12,16 @@ import torch
 
 from bagu import config as configs
 from bagu.config import write_atomic
-from bagu.data.corpus import Corpus
-from bagu.data.tokenizer import BpeTokenizer
+from bagu.data import BpeTokenizer, Corpus
 from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.machine.hub import RUN_ADAPTER, WeightsError
-from bagu.nn import count
+from bagu.nn import ModelConfig, Transformer, count, init_weights
 from bagu.nn.choices import NEWER
-from bagu.nn.config import ModelConfig
 from bagu.nn.digest import digest_of
 from bagu.nn.families import family_for
-from bagu.nn.init import init_weights
 from bagu.nn.lora import add_lora, merge
-from bagu.nn.model import Transformer
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
 from bagu.nn.score import with_score_head
@@ -42,8 +38,7 @@ from bagu.recipes.tokenizer import TOKENIZER
 from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.runs.observer import Observer, WeightsAndBiases
 from bagu.runs.progress import TrainProgress
-from bagu.train import checkpoint
-from bagu.train.loop import FitResult, fit
+from bagu.train import FitResult, checkpoint, fit
 from bagu.train.loss import Loss, Metrics
 from bagu.train.objective import TrainingData
 from bagu.train.rl.loader import RolloutLoader

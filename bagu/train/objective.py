@@ -13,11 +13,8 @@ from types import MappingProxyType
 from typing import Any, Generic, Protocol
 
 from bagu.config import ConfigError, to_dict
-from bagu.data.corpus import Corpus, Selection, SourceConfig
-from bagu.data.loader import DataConfig
-from bagu.data.tokenizer import BpeTokenizer
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
+from bagu.data import BpeTokenizer, Corpus, DataConfig, Selection, SourceConfig
+from bagu.nn import ModelConfig, Transformer
 from bagu.runs.display import Display, Table
 from bagu.train.loop import Batches
 from bagu.train.loss import BatchT, BatchT_co, Loss

@@ -18,8 +18,7 @@ from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
 from bagu.machine.fast_dtype import compute_dtype
-from bagu.nn import count
-from bagu.nn.config import ModelConfig
+from bagu.nn import ModelConfig, count
 
 OVERHEAD_S = 1e-3  # planning, sampling and messages of a step in Python
 

@@ -18,11 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, names_in, number, where
 from bagu.lab.plot import COLOURS, Line, Mark, Note, Panel, Rule
-from bagu.nn import count
+from bagu.nn import Transformer, count, init_weights, preset
 from bagu.nn.config import MLAConfig, ModelConfig, MoEConfig
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
 
 GOOD = 10.0  # percent: the tolerated error of a rule of thumb
 CONTEXTS = (128, 512, 2048, 8192, 32768, 131072)

@@ -19,8 +19,7 @@ from bagu.lab.parts.decoding import decode_step_s
 from bagu.lab.parts.interleaved import best_times
 from bagu.lab.plot import Line, Mark, Panel, Rule
 from bagu.machine.fast_dtype import compute_dtype
-from bagu.nn import ModelConfig, Transformer, init_weights
-from bagu.nn.presets import preset
+from bagu.nn import ModelConfig, Transformer, init_weights, preset
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Sampling

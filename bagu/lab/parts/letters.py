@@ -8,8 +8,7 @@ import torch
 
 from bagu.data.prompts import Prompt
 from bagu.lab.parts.tiny import tiny
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
+from bagu.nn import Transformer, init_weights
 from bagu.recipes.rollout import EngineSampler, engine_config
 from bagu.train.rl.loader import PromptLoader, RolloutConfig, RolloutLoader
 from bagu.train.rl.policy_loss import PolicyLoss

@@ -13,8 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bagu.data import BpeTokenizer, DataConfig, Document, Loader, in_memory, tokenize
-from bagu.data.prompts import Prompt
+from bagu.data import BpeTokenizer, DataConfig, Document, Loader, Prompt, in_memory, tokenize
 from bagu.lab.parts.tiny import tiny
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.recipes.rollout import EngineSampler, engine_config

@@ -18,8 +18,7 @@ import numpy as np
 
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.plot import INK, Line, Panel, Rule
-from bagu.nn import Transformer, init_weights
-from bagu.nn.presets import preset
+from bagu.nn import Transformer, init_weights, preset
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling

@@ -19,8 +19,7 @@ import numpy as np
 from bagu.bench.known_text import counts_upwards, known_workload
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, numbers_in, where
 from bagu.lab.plot import Line, Mark, Panel, Rule
-from bagu.nn import Transformer, init_weights
-from bagu.nn.presets import preset
+from bagu.nn import Transformer, init_weights, preset
 from bagu.serve import plan
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine

@@ -16,15 +16,13 @@ import torch
 from bagu.data.random_batches import random_batches
 from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, column, number
 from bagu.lab.plot import Line, Panel
-from bagu.nn import ModelConfig, Transformer, init_weights
-from bagu.nn.presets import preset
+from bagu.nn import ModelConfig, Transformer, init_weights, preset
 from bagu.ops.call.recording import storage_id
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
 from bagu.parallel.planner.memory import memory
 from bagu.parallel.planner.model_cost import model_cost
 from bagu.parallel.planner.software import STACKS
-from bagu.train import OptimizerConfig, TrainConfig, TrainState
-from bagu.train.step import step
+from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.types import Batch
 
 GOOD = 15.0  # percent: a plan with more error cannot choose a micro-batch

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from bagu.errors import ArgumentError
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
+from bagu.nn import ModelConfig, Transformer
 from bagu.parallel.inference import divide
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.sharding import Replicated

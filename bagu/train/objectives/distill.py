@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bagu.config import ConfigError
-from bagu.data.corpus import Corpus, Selection, SourceConfig
-from bagu.data.loader import DataConfig
-from bagu.data.tokenizer import BpeTokenizer
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
+from bagu.data import BpeTokenizer, Corpus, DataConfig, Selection, SourceConfig
+from bagu.nn import ModelConfig, Transformer
 from bagu.runs.display import Display, Headline
 from bagu.train.objective import NO_MODELS, TrainingData
 from bagu.train.objectives.distillation import DistillationLoss, TeacherObjective

@@ -13,8 +13,7 @@ import torch
 
 from bagu import ops
 from bagu.config import ConfigError
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
+from bagu.nn import ModelConfig, Transformer
 from bagu.runs.display import Curve
 from bagu.train.cross_entropy import TargetTotals
 from bagu.train.loss import BatchT, Loss, Metrics, MicroBatchLoss

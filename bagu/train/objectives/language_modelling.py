@@ -4,11 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from bagu.data import BpeTokenizer, DataConfig, TokenStore, build
 from bagu.data.corpus import PARTS, Selection, SourceConfig, TextCorpus
-from bagu.data.loader import DataConfig
-from bagu.data.store import TokenStore
-from bagu.data.store_writer import build
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline

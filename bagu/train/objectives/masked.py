@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bagu.config import ConfigError
-from bagu.data.corpus import Selection, SourceConfig, TextCorpus
-from bagu.data.loader import DataConfig
+from bagu.data import BpeTokenizer, DataConfig, Selection, SourceConfig, TextCorpus
 from bagu.data.masked import HIDDEN, RANDOM, Masking, check_rate, mask_batch
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.runs.display import Curve, Display, Headline, Table
 from bagu.train.objective import RunSettings, TrainingData

@@ -11,14 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bagu.data.chat import ChatEncoder
-from bagu.data.chat_corpus import ChatCorpus
+from bagu.data import BpeTokenizer, ChatCorpus, ChatEncoder, DataConfig, TokenStore, on_disk
 from bagu.data.corpus import PARTS, Part, Selection, SourceConfig
-from bagu.data.loader import DataConfig
 from bagu.data.renamed import RENAMING
-from bagu.data.store import TokenStore
-from bagu.data.store_writer import on_disk
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig

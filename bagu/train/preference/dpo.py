@@ -16,8 +16,7 @@ from bagu.config import ConfigError
 from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.preference_loader import PreferenceLoader, evaluation_rows
 from bagu.machine.cache import cache_folder
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Transformer
+from bagu.nn import ModelConfig, Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS, TrainingData, check_causal

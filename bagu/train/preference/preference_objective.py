@@ -7,13 +7,12 @@ from typing import Any, Self
 import torch
 
 from bagu.config import ConfigError
+from bagu.data import BpeTokenizer, DataConfig, check_vocab
 from bagu.data.corpus import PARTS, Selection, SourceConfig
-from bagu.data.loader import DataConfig, check_vocab
 from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.preference_loader import PreferenceLoader, evaluation_batches
 from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceCorpus, PreferenceEncoder, preference_store
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.train.loss import Totals

@@ -13,8 +13,7 @@ import torch
 
 from bagu.config import ConfigError
 from bagu.data.preference_batch import PreferenceBatch
-from bagu.nn.config import ModelConfig
-from bagu.nn.model import Output, Transformer
+from bagu.nn import ModelConfig, Output, Transformer
 from bagu.runs.display import Curve, Display, Headline, Table
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
 from bagu.train.objective import NO_MODELS, RunSettings

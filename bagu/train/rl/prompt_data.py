@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bagu.config import ConfigError
-from bagu.data.chat import ChatEncoder
+from bagu.data import BpeTokenizer, ChatEncoder, DataConfig, MixConfig
 from bagu.data.corpus import PARTS, Selection, SourceConfig
-from bagu.data.loader import DataConfig
-from bagu.data.mix import MixConfig
 from bagu.data.prompts import Prompt, PromptCorpus, fitting
 from bagu.data.split import place
-from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig
 from bagu.train.objective import Objective, SourceSize, TrainingData
 from bagu.train.rl.loader import PromptLoader, RolloutConfig

@@ -16,9 +16,8 @@ import torch
 from bagu.data import BpeTokenizer, DataConfig, Loader, StdlibSource, in_memory, tokenize
 from bagu.lab.core import Row
 from bagu.lab.parts.tiny import tiny
+from bagu.nn import Transformer, init_weights
 from bagu.nn.choices import NormConfig, Placement
-from bagu.nn.init import init_weights
-from bagu.nn.model import Transformer
 from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig, TrainState, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals
 from bagu.types import Batch

@@ -16,9 +16,7 @@ from bagu.lab.plot import COLOURS, INK, Line, Note, Panel
 from bagu.lab.train.optimizers.descent import Descent, best_lr, first_order, newton, one_thread
 from bagu.lab.train.optimizers.problems import WINDOWS, NextLetter, Problem, Quadratic, Rosenbrock, corpus_letters
 from bagu.machine.device import available_memory
-from bagu.nn import count
-from bagu.nn.model import Transformer
-from bagu.nn.presets import preset
+from bagu.nn import Transformer, count, preset
 from bagu.train.memory.flat import FlatParameters, Role, roles
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.optim.config import Kind as Rule
