@@ -183,9 +183,7 @@ def measure_throughput(engine: Engine, workload: Workload, warmup: Workload) -> 
         seconds = time.perf_counter() - began
     if made != workload.output_tokens:
         raise BaguError(f"the engine generated {made} of {workload.output_tokens} tokens")
-    return Measured(
-        seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens, facts=clocked.facts()
-    )  # fmt: skip
+    return Measured(seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens, facts=clocked.facts())
 
 
 def measure_streams(engine: Engine, case: Case) -> list[tuple[int, Measured]]:

@@ -118,8 +118,9 @@ def connect(server: Server, model: str | None, seed: int) -> Target:
     if not models and model is None:
         raise BaguError(f"{server.url}/v1/models lists no model", hint="check that the server has loaded one")
     name = model or next(iter(models))
-    return Target(server=server, model=name, longest=models.get(name, {}).get("max_model_len"),
-                  ids=vocabulary(server, name, seed))  # fmt: skip
+    return Target(
+        server=server, model=name, longest=models.get(name, {}).get("max_model_len"), ids=vocabulary(server, name, seed)
+    )
 
 
 def vocabulary(server: Server, model: str, seed: int) -> tuple[int, ...] | None:
@@ -200,13 +201,11 @@ def _requests(target: Target, load: Load) -> tuple[Workload, Workload, list[floa
     else:
         count = load.requests or REQUESTS
         lengths = fitting(load.inputs, load.outputs, longest=target.longest, shared_prefix=load.shared_prefix)
-        work = random_workload(
-            count, *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, seed=load.seed
-        )  # fmt: skip
+        work = random_workload(count, *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, seed=load.seed)
         when = arrivals(count, load.request_rate, load.seed)
     warmup = random_workload(
         max(1, load.warmups), *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, seed=load.seed + 1
-    )  # fmt: skip
+    )
     asked |= {"num_prompts": len(work.prompts), "inputs": str(lengths[0]), "outputs": str(lengths[1])}
     return work, warmup, when, asked
 

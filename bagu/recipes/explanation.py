@@ -36,8 +36,8 @@ class Explanation:
         inside = part.total - sum(part.root.values())
         held = state_bytes(train.optimizer.kind, matrices=inside, others=part.total - inside)
         states = model_state_bytes(
-            part.total, stage=stage, ranks=train.mesh.shard, compute_bytes=compute, state_bytes=held // part.total,
-        )  # fmt: skip
+            part.total, stage=stage, ranks=train.mesh.shard, compute_bytes=compute, state_bytes=held // part.total
+        )
         self.predicted = self._predicted(summary, part, stage, compute)
         has = ""
         if train.mesh.divides_model:

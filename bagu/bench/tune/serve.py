@@ -146,8 +146,9 @@ def _first(task: Task) -> Point:
     defaults: dict[str, tuple[Value, ...]] = {
         "max_num_seqs": (None, DEFAULTS.max_num_seqs),
         "max_num_batched_tokens": (None, DEFAULTS.step_tokens("cuda" if task.on_gpu else "cpu")),
-        "enable_prefix_caching": (None, True), "threads": (None, spare),
-    }  # fmt: skip
+        "enable_prefix_caching": (None, True),
+        "threads": (None, spare),
+    }
 
     def likeness(point: Point) -> tuple[int, int]:
         same = sum(value in defaults.get(name, (None,)) for name, value in point)
@@ -244,4 +245,4 @@ def _config(task: Task, found: Found, best: Trial) -> str:
         f"# bagu serve MODEL --config FILE; written by bagu tune serve for {Path(task.model).name}\n"
         f"# {task.load}: {_goodput(best, task):.2f} requests/s within {limits}; "
         f"{label(first.point)}: {_goodput(first, task):.2f}\n"
-    ) + _toml(options_of(found.best))  # fmt: skip
+    ) + _toml(options_of(found.best))

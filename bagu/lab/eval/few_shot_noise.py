@@ -129,9 +129,10 @@ def run(setting: Setting) -> list[Row]:
     cases = [(shots, EXAMPLES) for shots in SHOTS] + [(max(SHOTS), ORDER)]
     points = [
         (q, shots, moved, prefix)
-        for q in tasks for shots, moved in [(0, ""), *cases]
+        for q in tasks
+        for shots, moved in [(0, ""), *cases]
         for prefix in (q.prefixes(shots, moved, draws) if shots else [""])
-    ]  # fmt: skip
+    ]
     found: dict[tuple[str, int, str], list[list[float]]] = {}
     for q, shots, moved, prefix in setting.track(points):
         found.setdefault((q.task.name, shots, moved), []).append(q.correct(asked, prefix))

@@ -183,8 +183,9 @@ def limit(points: Sequence[Row], model: str) -> float | None:
     """
     line = [
         (number(row, "context_tokens"), 1 / (1 + number(row, RULE("blocks_and_head")) / 100))
-        for row in points if row["model"] == model
-    ]  # fmt: skip
+        for row in points
+        if row["model"] == model
+    ]
     bound = 1 / (1 - GOOD / 100)
     for (T0, r0), (T1, r1) in pairwise(line):
         if r0 <= bound < r1:

@@ -125,9 +125,10 @@ def learned_margins(
     else:
         objective = PreferenceOptimization(reference="live")
     settings = TrainConfig(
-        steps=steps, optimizer=OptimizerConfig(lr=RATES[kind], weight_decay=0.0),
+        steps=steps,
+        optimizer=OptimizerConfig(lr=RATES[kind], weight_decay=0.0),
         schedule=ScheduleConfig(kind="linear", warmup_steps=max(steps // 10, 1)),
-    )  # fmt: skip
+    )
     loader = PreferenceLoader({"functions": taught.data}, config)
     if fit(settings, model, loader, loss=objective.loss(model)).interrupted:
         raise KeyboardInterrupt

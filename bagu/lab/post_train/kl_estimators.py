@@ -161,9 +161,7 @@ def cases(rows: Sequence[Row]) -> list[tuple[str, float]]:
 
 
 def value(rows: Sequence[Row], case: tuple[str, float], estimator: str, key: str = "deviation_nats") -> float:
-    return next(
-        number(r, key) for r in rows if (r["source"], r["drift"], r["estimator"]) == (*case, estimator)
-    )  # fmt: skip
+    return next(number(r, key) for r in rows if (r["source"], r["drift"], r["estimator"]) == (*case, estimator))
 
 
 def relative(rows: Sequence[Row], case: tuple[str, float]) -> str:

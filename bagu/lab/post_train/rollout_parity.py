@@ -76,7 +76,7 @@ def logprob_difference(model: Transformer, prompts: Sequence[list[int]], tokens:
     """Trainer minus engine, in nats, for every token that the engine sampled. The trainer packs all answers."""
     config = EngineConfig(
         kv_memory=KV_MEMORY, cuda_graphs=False, invariant=mode.invariant, quantization=mode.quantization
-    )  # fmt: skip
+    )
     asked = [Sampling(max_tokens=tokens, temperature=1.0, seed=i, logprobs=0) for i in range(len(prompts))]
     answers = Engine(model, None, config).generate(prompts, asked)
     sequences = [Tokens(ids=(*p, *a.tokens), start=len(p)) for p, a in zip(prompts, answers, strict=True)]

@@ -52,9 +52,8 @@ def run(setting: Setting) -> Iterator[Row]:
 def decode_s(model: Transformer, ids: torch.Tensor, steps: int) -> float:
     """The median step of the engine when it generates one token at a time after `ids`."""
     config = EngineConfig(
-        num_blocks=-(-(len(ids) + steps) // 16) + 1, max_num_seqs=1, max_num_batched_tokens=len(ids),
-        prefix_cache=False,
-    )  # fmt: skip
+        num_blocks=-(-(len(ids) + steps) // 16) + 1, max_num_seqs=1, max_num_batched_tokens=len(ids), prefix_cache=False
+    )
     engine = Engine(model, None, config)
     sampling = Sampling(max_tokens=steps, temperature=0.0)
     engine.submit(Request(id="one", prompt=tuple(ids.tolist()), sampling=sampling))

@@ -63,11 +63,11 @@ def measure(model: Transformer, shared: int, pairs: int, *, warmup: int, blocks:
     stream = np.random.default_rng(shared)
     common = stream.integers(MODEL.vocab_size, size=shared).tolist()
     engines = {
-        on: Engine(model, None, EngineConfig(
-            num_blocks=blocks, block_size=BLOCK, max_num_seqs=REQUESTS, prefix_cache=on
-        ))
+        on: Engine(
+            model, None, EngineConfig(num_blocks=blocks, block_size=BLOCK, max_num_seqs=REQUESTS, prefix_cache=on)
+        )
         for on in (True, False)
-    }  # fmt: skip
+    }
     rows: list[Row] = []
     for pair in range(-warmup, pairs):
         work, ms = prompts(common, stream), {}

@@ -102,8 +102,9 @@ def decode(engine: Engine, batch: int, new: int, name: str) -> float:
 
 def breaks_even(rows: Sequence[Row], batch: int, drafts: int) -> float | None:
     """The smallest measured rate from which on drafts are at least as fast as none."""
-    found = sorted((number(r, "rate"), number(r, "speedup")) for r in rows
-                   if (r["batch"], r["drafts"]) == (batch, drafts))  # fmt: skip
+    found = sorted(
+        (number(r, "rate"), number(r, "speedup")) for r in rows if (r["batch"], r["drafts"]) == (batch, drafts)
+    )
     paying: float | None = None
     for rate, speedup in reversed(found):
         if speedup < 1:

@@ -57,10 +57,11 @@ class Excess:
 def excess(rows: Sequence[Row], encoding: str, reading: str) -> Excess | None:
     """Over all positions past L, one number per seed; None if this encoding is not evaluated this way."""
     past = [
-        r for r in rows
+        r
+        for r in rows
         if (r.get("encoding"), r.get("reading")) == (encoding, reading)
         and number(r, "position_from_tokens") >= number(r, "train_length_tokens")
-    ]  # fmt: skip
+    ]
     if not past:
         return None
     if any(r["loss_nats"] is None for r in past):
