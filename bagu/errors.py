@@ -12,8 +12,6 @@ import difflib
 from collections.abc import Collection, Iterable
 from typing import Self
 
-__all__ = ["ArgumentError", "BackendError", "BaguError", "ConformanceError", "NotOffered", "UnknownName"]
-
 
 class BaguError(Exception):
     """Base class. `hint` says what to do; it prints on its own line below the message."""

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:  # the HTTP server's process imports this file, and not torch (2 s of CPU time)
     import torch
 
-__all__ = ["IGNORE", "Batch", "Completion", "Generate", "Tokenizer"]
-
 IGNORE = -100  # a target that the loss skips; the value PyTorch uses
 
 

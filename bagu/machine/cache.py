@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder"]
-
 
 def cache_folder() -> Path:
     """$BAGU_CACHE, or ~/.cache/bagu."""

@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "copy", "read", "write"]
-
 BLOCK = 16384  # 512 threads x 32 elements: 8 loads of 16 bytes in flight per thread
 WARPS = 16
 

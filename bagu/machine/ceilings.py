@@ -12,8 +12,6 @@ import torch
 from bagu.machine.device import c_compiler, default_device, gpu, triton_interprets
 from bagu.machine.timing import flush_buffer, measure
 
-__all__ = ["Ceilings", "measure_ceilings"]
-
 MIB = 1 << 20
 
 

@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["available_cores"]
-
 
 def available_cores() -> int:
     """The number of cores in the affinity mask, which taskset, Slurm and containers make smaller than the machine."""

@@ -22,29 +22,6 @@ import torch
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.cores import available_cores
 
-__all__ = [
-    "Gpu",
-    "Machine",
-    "available_memory",
-    "c_compiler",
-    "cpu_features",
-    "cpu_model",
-    "cuda_build",
-    "cxx_compiler",
-    "default_device",
-    "driver_cuda",
-    "driver_version",
-    "gpu",
-    "gpu_in_system",
-    "named_device",
-    "named_dtype",
-    "onednn_has_bf16",
-    "this_machine",
-    "torch_nccl",
-    "triton_interprets",
-    "vendor_flops",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:

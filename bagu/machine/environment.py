@@ -13,8 +13,6 @@ import torch
 from bagu import __version__
 from bagu.machine import device
 
-__all__ = ["environment", "package_version", "triton_version"]
-
 
 def environment() -> dict[str, Any]:
     """Software versions and machine facts, JSON-safe; a fact that does not apply is None."""

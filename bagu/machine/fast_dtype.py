@@ -26,8 +26,6 @@ from bagu.config import write_atomic
 from bagu.machine import device as machine
 from bagu.machine.cache import cache_folder
 
-__all__ = ["MatmulRates", "compute_dtype", "compute_dtype_name", "matmul_rates"]
-
 MIN_GAIN = 1.2  # the speedup bf16 must give: casts between fp32 master weights and bf16 weights cost about as much
 # Environment variables that make the math libraries choose other kernels.
 SETTINGS = (

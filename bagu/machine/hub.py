@@ -11,11 +11,6 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-__all__ = [
-    "ADAPTER_CONFIG", "RUN_ADAPTER", "WeightsError", "find", "find_adapter", "find_adapter_below", "is_adapter",
-    "read_json",
-]  # fmt: skip
-
 ADAPTER_CONFIG = "adapter_config.json"  # in the folder of a PEFT adapter
 RUN_ADAPTER = "adapter"  # where a LoRA run of bagu writes its adapter
 

@@ -30,8 +30,6 @@ import torch  # noqa: F401  loads OpenMP, which the libraries call
 from bagu.machine.cache import cache_folder
 from bagu.machine.device import cxx_compiler
 
-__all__ = ["library", "status"]
-
 PACKAGE = Path(__file__).parent.parent
 COMPILE = ("-std=gnu++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC")
 LINK = ("-shared", *(("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()))

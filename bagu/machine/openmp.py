@@ -16,8 +16,6 @@ The value chosen below keeps threads awake during a step and between two steps; 
 import os
 from collections.abc import Mapping
 
-__all__ = ["settings", "wait_briefly"]
-
 SPINS = "30000"  # 0.45 ms: the longest pause between two steps, during which the engine plans and samples
 
 

@@ -16,11 +16,6 @@ import torch
 from bagu.errors import BaguError
 from bagu.machine.device import gpu, this_machine
 
-__all__ = [
-    "Timing", "flush_buffer", "measure", "measure_host", "measure_in_turn", "measure_rate", "repeated_measure",
-    "reset_device",
-]  # fmt: skip
-
 MIB = 1 << 20
 WARM_S = 0.03  # the clocks of an idle GPU rise within milliseconds; caches and allocators settle in a few calls
 MAX_FLUSHES = 128  # 8 ms on an H200, whose host takes up to 4 ms for a training step of a transformer's layer

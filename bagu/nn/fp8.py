@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from bagu import ops
 from bagu.ops.contract.signature import accumulator
 
-__all__ = ["MULTIPLE", "Rounded", "fp8_linear"]
-
 MULTIPLE = 16  # cuBLAS reads rows of fp8 in units of 16 bytes: the summed dim of a product is a multiple of it
 GRADIENT: Literal["float8_e4m3fn", "float8_e5m2"] = "float8_e4m3fn"  # of dy
 

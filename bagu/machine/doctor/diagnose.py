@@ -12,8 +12,6 @@ from typing import Literal
 from bagu.machine.doctor.gpus import GpuState
 from bagu.machine.doctor.report import Report
 
-__all__ = ["Finding", "diagnose"]
-
 GIB = 1 << 30
 
 THROTTLE_ADVICE: dict[str, tuple[Literal["advice", "fault"], str]] = {

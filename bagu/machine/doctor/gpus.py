@@ -6,8 +6,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["GpuState", "NvLink", "NvmlState", "nvlink_width", "topology"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NvLink:

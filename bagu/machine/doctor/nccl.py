@@ -16,8 +16,6 @@ from pathlib import Path
 
 from bagu.machine.device import torch_nccl
 
-__all__ = ["Nccl", "NcclLibrary", "find_nccl", "library_version", "version_text"]
-
 NAME = re.compile(r"^(lib)?nccl(\.so(\.\d+)*|\.\d+\.dylib|\d*\.dll)$")
 COMMON = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/opt/nccl/lib", "/opt/conda/lib")
 

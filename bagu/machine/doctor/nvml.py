@@ -12,8 +12,6 @@ from typing import Any
 
 from bagu.machine.doctor.gpus import GpuState, NvLink, NvmlState, topology
 
-__all__ = ["Nvml"]
-
 REFUSALS = ("NotSupported", "NoPermission", "InvalidArgument", "NotFound", "FunctionNotFound")
 
 THROTTLE_REASONS = {  # suffix of nvmlClocksThrottleReason… -> our name

@@ -14,8 +14,6 @@ from bagu.machine.doctor.diagnose import Finding
 from bagu.machine.doctor.gpus import GpuState, NvmlState
 from bagu.machine.doctor.report import Report
 
-__all__ = ["render", "to_json"]
-
 GIB = 1 << 30
 ABSENT = "n/a"
 LEGEND = "NV# NVLinks; PCIe: PIX one bridge, PXB more, PHB host bridge; NODE, SYS by NUMA"

@@ -17,8 +17,6 @@ from bagu.machine.doctor.nvml import Nvml
 from bagu.machine.environment import environment, package_version
 from bagu.machine.fast_dtype import compute_dtype_name, matmul_rates
 
-__all__ = ["Disk", "Report", "collect"]
-
 PACKAGES = (
     "nvidia-ml-py",
     "transformers",

@@ -19,8 +19,6 @@ from typing import Literal
 
 from bagu.machine.sandbox import syscalls
 
-__all__ = ["check", "restrict_calls"]
-
 # name: (number on x86-64, number in the generic table of aarch64 and riscv64); None where the table does not have it.
 Table = dict[str, tuple[int | None, int | None]]
 ALWAYS: Table = {

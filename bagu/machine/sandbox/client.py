@@ -15,8 +15,6 @@ from bagu.errors import BackendError
 from bagu.machine.cores import available_cores
 from bagu.machine.sandbox.protocol import Limits, Result, read_frame, write_frame
 
-__all__ = ["Isolation", "Sandbox", "SandboxUnavailable"]
-
 Isolation = Literal["namespaces", "landlock", "landlock-weak"]
 SETTING = "BAGU_SANDBOX"  # the kinds of isolation to try, separated by commas
 PACKAGE = Path(__file__).parents[3]

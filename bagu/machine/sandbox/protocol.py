@@ -5,8 +5,6 @@ import struct
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
-__all__ = ["Limits", "Result", "read_frame", "write_frame"]
-
 HEADER = struct.Struct("!I")
 
 

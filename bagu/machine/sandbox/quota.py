@@ -14,8 +14,6 @@ from pathlib import Path
 
 from bagu.machine.sandbox.protocol import Limits
 
-__all__ = ["INTERVAL", "is_exceeded", "make_folder", "remove_folder"]
-
 INTERVAL = 0.01  # seconds; a measurement takes about 0.1 ms
 
 

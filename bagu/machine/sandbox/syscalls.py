@@ -8,12 +8,6 @@ import signal
 
 from bagu.machine.sandbox.protocol import Limits
 
-__all__ = [
-    "CLONE_NEWIPC", "CLONE_NEWNET", "CLONE_NEWNS", "CLONE_NEWPID", "CLONE_NEWUSER", "CLONE_NEWUTS", "die_with_parent",
-    "drop_capabilities", "drop_capability_bound", "machine", "mount", "no_new_privileges", "pivot_root", "prctl",
-    "prctl_pointer", "set_limits", "syscall", "unmount", "unshare",
-]  # fmt: skip
-
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24

@@ -7,8 +7,6 @@ from bagu.nn.fp8 import MULTIPLE, rounded
 from bagu.nn.linear import Linear, linears_of
 from bagu.nn.model import Transformer
 
-__all__ = ["Fp8Weights"]
-
 
 class Fp8Weights:
     """Makes every linear layer of a model's blocks train in fp8. Embedding and head keep their dtype: rounding them
