@@ -92,9 +92,7 @@ def _layers(width: int, tokens: int, image: int, vocabulary: int) -> dict[str, L
             shape=(channels, image, image),
         ),
         Layer(
-            name="batch_norm_relu",
-            build=lambda kit: NormReLU(kit, 2 * channels),
-            shape=(2 * channels, image, image),
+            name="batch_norm_relu", build=lambda kit: NormReLU(kit, 2 * channels), shape=(2 * channels, image, image)
         ),
         Layer(name="layer_norm", build=lambda kit: kit.LayerNorm(width), shape=(tokens, width)),
         Layer(name="attention", build=lambda kit: _attention(kit, width, heads), shape=(tokens, width)),

@@ -61,6 +61,5 @@ def _checked(where: str, value: Any, hint: Any) -> Any:
 
 
 ConfigFile = Annotated[
-    Path | None,
-    Option("--config", is_eager=True, callback=read, help="Read options from a TOML or JSON file."),
+    Path | None, Option("--config", is_eager=True, callback=read, help="Read options from a TOML or JSON file.")
 ]

@@ -142,8 +142,5 @@ def preference_store(corpus: PreferenceCorpus, part: Part, encoder: PreferenceEn
     source = {**corpus.facts, "part": part, "preferences": BREAKAGE, "max_bytes": corpus.config.max_bytes}
     documents = (document for found in corpus.preferences(part) for document in encoder.documents(found))
     return on_disk(
-        documents,
-        cache,
-        token_bytes=encoder.tokenizer.token_bytes,
-        facts={"source": source, **encoder.token_facts},
+        documents, cache, token_bytes=encoder.tokenizer.token_bytes, facts={"source": source, **encoder.token_facts}
     )

@@ -59,12 +59,7 @@ class MLA(nn.Module):
         return ops.rope(x, cos, sin, layout=self.layout)
 
     def expanded(
-        self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        context: Context,
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, context: Context
     ) -> torch.Tensor:
         """Expand a key and a value per head; used in training."""
         H, N, E = self.num_heads, self.dims.nope_dim, self.dims.v_dim
@@ -74,12 +69,7 @@ class MLA(nn.Module):
         return y
 
     def absorbed(
-        self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        context: Context,
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, context: Context
     ) -> torch.Tensor:
         """q (c W_uk) = (q W_ukᵀ) c: queries are mapped to the latent space, and all heads share one KV head."""
         N, C = self.dims.nope_dim, self.dims.kv_rank

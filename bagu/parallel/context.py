@@ -38,8 +38,7 @@ def check_context_parallel(config: ModelConfig, method: Method, *, cp: int, tp: 
     moe, mode = config.moe, f"cp={cp} by {method}"
     if method == "ulysses" and config.num_kv_heads % (tp * cp):
         raise ArgumentError(
-            f"{mode} with tp={tp} does not divide {config.num_kv_heads} KV heads",
-            hint="use the ring, or a smaller cp",
+            f"{mode} with tp={tp} does not divide {config.num_kv_heads} KV heads", hint="use the ring, or a smaller cp"
         )
     ring = method == "ring"
     for option, used in (
@@ -140,9 +139,7 @@ def split_batch(batch: Batch, mesh: Mesh, method: Method = "ring", tokens: int |
     else:
         part = _zigzag(batch, rank, ranks, tokens)
     return replace(
-        part,
-        num_targets=int((part.targets != IGNORE).sum()),
-        target_bytes=batch.target_bytes if rank == 0 else 0,
+        part, num_targets=int((part.targets != IGNORE).sum()), target_bytes=batch.target_bytes if rank == 0 else 0
     )
 
 

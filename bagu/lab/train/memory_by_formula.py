@@ -30,10 +30,7 @@ SEQ = 256
 
 
 def models(quick: bool) -> dict[str, ModelConfig]:
-    small = {
-        "llama 6M": preset("cpu_6m"),
-        "gpt, 2 layers": replace(preset("gpt2_124m"), num_layers=2, vocab_size=512),
-    }
+    small = {"llama 6M": preset("cpu_6m"), "gpt, 2 layers": replace(preset("gpt2_124m"), num_layers=2, vocab_size=512)}
     wide = {
         "qk norm, relu²": replace(preset("gpt_d20"), num_layers=3, vocab_size=4096),
         "llama wide": replace(preset("llama_1b"), num_layers=3, vocab_size=4096),

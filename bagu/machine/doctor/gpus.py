@@ -76,9 +76,7 @@ def nvlink_width(a: GpuState, b: GpuState, peers: bool | None) -> int:
 
 
 def topology(
-    gpus: Sequence[GpuState],
-    common: Callable[[int, int], str | None],
-    peers: Callable[[int, int], bool | None],
+    gpus: Sequence[GpuState], common: Callable[[int, int], str | None], peers: Callable[[int, int], bool | None]
 ) -> tuple[tuple[str | None, ...], ...]:
     """The matrix of `nvidia-smi topo -m`: NV# for a pair with NVLink, else the level where the PCI paths join."""
 

@@ -22,10 +22,7 @@ STYLES = {"fault": "bold red", "advice": "yellow", "ok": "green"}
 
 def to_json(report: Report, findings: Sequence[Finding]) -> str:
     """Report and findings as one JSON object: {"report": …, "findings": […]}. Sizes are in bytes, rates per s."""
-    value = {
-        "report": dataclasses.asdict(report),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }
+    value = {"report": dataclasses.asdict(report), "findings": [dataclasses.asdict(finding) for finding in findings]}
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 

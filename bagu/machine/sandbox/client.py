@@ -38,11 +38,7 @@ class Sandbox:
     """
 
     def __init__(
-        self,
-        *,
-        workers: int | None = None,
-        limits: Limits | None = None,
-        isolation: Sequence[Isolation] | None = None,
+        self, *, workers: int | None = None, limits: Limits | None = None, isolation: Sequence[Isolation] | None = None
     ) -> None:
         self.limits = limits or Limits()
         self.workers = workers or available_cores()

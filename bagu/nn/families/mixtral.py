@@ -8,15 +8,7 @@ from typing import Any
 from bagu.machine.hub import WeightsError
 from bagu.nn.config import ModelConfig
 from bagu.nn.families.core import Rule, experts, gate_up, same
-from bagu.nn.families.decoder import (
-    DECODER,
-    QKV,
-    decoder,
-    read_decoder,
-    read_experts,
-    write_decoder,
-    write_experts,
-)
+from bagu.nn.families.decoder import DECODER, QKV, decoder, read_decoder, read_experts, write_decoder, write_experts
 from bagu.nn.families.keys import UNUSED, Key, Read
 from bagu.nn.families.rope import read_rope
 

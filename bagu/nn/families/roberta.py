@@ -29,10 +29,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if not isinstance(config.positions, Learned) or not config.positions.offset:
         raise WeightsError("the model has no learned positions with an offset", hint="use the family bert")
     offset = config.positions.offset
-    return write_encoder(config) | {
-        "max_position_embeddings": config.max_len + offset,
-        "pad_token_id": offset - 1,
-    }
+    return write_encoder(config) | {"max_position_embeddings": config.max_len + offset, "pad_token_id": offset - 1}
 
 
 ROBERTA = Family(
