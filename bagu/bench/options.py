@@ -6,12 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from bagu.bench.units import parse_ms
+from bagu.bench.workload import Lengths
 from bagu.config import options
 from bagu.config.options import Argument, Option
 
 RESULTS_HELP = "The folder of results. Default: benchmarks/results or a subfolder."
 ROUNDS = Option("How many times to run all implementations, in turn.")
 SHAPE = Option("cpu_8m, smollm_135m or qwen3_0_6b, with random weights.")
+SHARED_PREFIX = Option("Number of leading tokens that all prompts have in common.")
+INPUTS = Option("Range of prompt lengths. Default: 32-128, or what fits.", parse=Lengths.parse)
+OUTPUTS = Option("Range of output lengths. Default: 32-128, or what fits.", parse=Lengths.parse)
+RATE = Option("Requests per second, Poisson arrivals.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +121,96 @@ class OpsBench:
     quick: Annotated[bool, Option("One small case per op. Saved only with --out.", flags=("--quick",))] = False
     compile: Annotated[bool | None, Option("Also time torch.compile (slow). Default: unless --quick.")] = None
     plot: Annotated[bool, Option("Write one plot per op next to the results.")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelBench:
+    shape: Annotated[str, Option("A shape of `bagu bench train`.")] = "cpu_6m"
+    ranks: Annotated[int, Option("Processes of one thread; as many as there are free cores.")] = 2
+    rounds: Annotated[int, Option("Steps to time of each kind, in turn.")] = 6
+    out: Annotated[Path | None, Option(RESULTS_HELP)] = None
+    as_json: Annotated[bool, options.AS_JSON] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBench:
+    model: Annotated[str | None, Argument("A model. Default: random weights of --shape.", metavar="MODEL")] = None
+    shape: Annotated[str | None, Option("cpu_8m, smollm_135m or qwen3_0_6b.")] = None
+    requests: Annotated[int | None, Option("Number of requests. Default: 256 on a GPU, 32 on a CPU.")] = None
+    inputs: Annotated[Lengths | None, Option("Range of prompt lengths, e.g. 100-1024.", parse=Lengths.parse)] = None
+    outputs: Annotated[Lengths | None, Option("Range of output lengths, e.g. 100-1024.", parse=Lengths.parse)] = None
+    shared_prefix: Annotated[int, SHARED_PREFIX] = 0
+    streams: Annotated[tuple[int, ...], Option("Time decoding with this many streams; repeatable.")] = ()
+    input_tokens: Annotated[int, Option("With --streams: tokens of a prompt.")] = 64
+    output_tokens: Annotated[int, Option("With --streams: generated tokens of a stream.")] = 128
+    speculative: Annotated[
+        bool, Option("Draft by prompt lookup, and time the same without drafts.", flags=("--speculative",))
+    ] = False
+    speculative_tokens: Annotated[int, Option("Maximum drafted tokens per sequence and step.")] = 7
+    text: Annotated[str | None, Option("What streams generate: edit (repeats the prompt with edits), or new.")] = None
+    adapters: Annotated[int, Option("With --streams: random LoRA adapters in one batch, and the same without.")] = 0
+    adapter_rank: Annotated[int, Option("The rank of --adapters.")] = 16
+    max_num_seqs: Annotated[int, Option("Maximum number of sequences that run at once.")] = 256
+    prefix_caching: Annotated[bool, options.PREFIX_CACHING] = True
+    quantization: Annotated[str | None, options.QUANTIZATION] = None
+    kv_dtype: Annotated[str, options.KV_DTYPE] = "auto"
+    invariant: Annotated[bool, Option("Use the batch-invariant mode.", flags=("--invariant",))] = False
+    tp: Annotated[int, options.TENSOR_PARALLEL] = 1
+    peer: Annotated[tuple[str, ...], Option("generate, generate_batch, llama.cpp, eager or a script; repeatable.")] = ()
+    rounds: Annotated[int, ROUNDS] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeBench:
+    target: Annotated[str, Argument("The URL of a server, or a model to start one for.", metavar="URL|MODEL")]
+    requests: Annotated[int | None, Option("Number of requests. Default: 64, or all of the trace.")] = None
+    inputs: Annotated[Lengths | None, INPUTS] = None
+    outputs: Annotated[Lengths | None, OUTPUTS] = None
+    shared_prefix: Annotated[int, SHARED_PREFIX] = 0
+    max_concurrency: Annotated[int | None, Option("Maximum requests in flight. Default: 8.")] = None
+    request_rate: Annotated[float | None, RATE] = None
+    trace: Annotated[
+        Path | None, Option("Arrivals and lengths from a file: Mooncake, Azure or BurstGPT, CSV or JSON lines.")
+    ] = None
+    trace_speed: Annotated[float, Option("With --trace: replay this many times as fast.")] = 1.0
+    sweep: Annotated[
+        str | None, Option("Measure several loads: 1,2,4,8 clients, or rate:0.5,1,2 requests per second.")
+    ] = None
+    against: Annotated[str | None, Option("Compare with this server, in turn, on the same prompts.", metavar="URL")] = (
+        None
+    )
+    rounds: Annotated[int, Option("With --against: how many times to measure both servers.")] = 5
+    ttft: Annotated[str | None, Option("Count requests whose time to first token is less.", metavar="TIME")] = None
+    tpot: Annotated[str | None, Option("The same for the time per output token, e.g. 30ms.", metavar="TIME")] = None
+    itl: Annotated[str | None, Option("The same for the time between tokens.", metavar="TIME")] = None
+    e2el: Annotated[str | None, Option("The same for the whole request, e.g. 2s.", metavar="TIME")] = None
+    goodput: Annotated[tuple[str, ...], Option("", hidden=True)] = ()
+    warmups: Annotated[int, Option("Requests to send before the load, one by one; they are not counted.")] = 1
+    model: Annotated[str | None, Option("Model name in the API. Default: the server's first.")] = None
+    api_key: Annotated[str | None, options.API_KEY] = None
+    plot: Annotated[Path | None, Option("The folder to write a plot of the latencies to.")] = None
+    seed: Annotated[int, Option("Seed of the prompts and the arrival times.")] = 0
+    out: Annotated[Path | None, Option(RESULTS_HELP)] = None
+    as_json: Annotated[bool, options.AS_JSON] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneServe:
+    """`ttft` and `tpot` are in milliseconds."""
+
+    model: Annotated[str, options.MODEL]
+    ttft: Annotated[float | None, Option("Limit of the time to first token, e.g. 300ms.", parse=parse_ms)] = None
+    tpot: Annotated[float | None, Option("Limit of the time per output token, e.g. 30ms.", parse=parse_ms)] = None
+    values: Annotated[
+        tuple[str, ...],
+        Option("Values of a setting, e.g. max_num_seqs=4,16; repeatable.", flags=("--try",), metavar="NAME=VALUES"),
+    ] = ()
+    requests: Annotated[int | None, Option("Requests of a full measurement. Default: 6 per client, 64 or more.")] = None
+    inputs: Annotated[Lengths | None, INPUTS] = None
+    outputs: Annotated[Lengths | None, OUTPUTS] = None
+    shared_prefix: Annotated[int, SHARED_PREFIX] = 0
+    max_concurrency: Annotated[int | None, Option("Clients of the closed loop. Default: 8.")] = None
+    request_rate: Annotated[float | None, RATE] = None
+    share: Annotated[float, Option("Time to use, as a share of measuring every combination.")] = 0.2
+    seed: Annotated[int, Option("Seed of the prompts and of the search.")] = 0
+    out: Annotated[Path, Option("Folder of serve.toml and trials.jsonl; the same command resumes.")] = Path("tune")

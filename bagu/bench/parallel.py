@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from bagu.bench.harness import RESULTS, Rows, table
+from bagu.bench.options import ParallelBench
 from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
@@ -35,11 +35,10 @@ ALONE, MESH = "without a mesh", "with a mesh"
 CPU = torch.device("cpu")
 
 
-def main(
-    shape: str = "cpu_6m", *, ranks: int = 2, rounds: int = 6, out: Path | None = None, as_json: bool = False
-) -> int:
+def main(given: ParallelBench) -> int:
     """Time both comparisons, print a table and append the rows to `out`. A step has the documents of `shape`, divided
     over the ranks."""
+    shape, ranks, rounds = given.shape, given.ranks, given.rounds
     UnknownName.check("shape", shape, SHAPES)
     chosen = SHAPES[shape]
     if ranks < 2 or rounds < 1 or len(chosen.lengths) % ranks:
@@ -47,7 +46,7 @@ def main(
             f"{ranks} ranks, {rounds} rounds",
             hint=f"2 or more ranks that divide the {len(chosen.lengths)} documents of {shape}, and 1 or more rounds",
         )
-    rows = Rows(out, default=RESULTS / "parallel", as_json=as_json)
+    rows = Rows(given.out, default=RESULTS / "parallel", as_json=given.as_json)
     common = {"system": "parallel", "shape": shape, "model": asdict(chosen.model), "device": "cpu", "dtype": "fp32"}
     for n in (ranks, 1):
         rows.add([common | summary(on_ranks(n, timed_rounds, share(chosen, ranks), rounds), share(chosen, ranks))])

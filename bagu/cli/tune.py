@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from bagu.bench.options import TuneServe
 from bagu.cli.found import check_files, check_model
 from bagu.cli.help import Verbs
-from bagu.cli.options import AsJson, Model, OpDtype, SharedPrefix
+from bagu.cli.options import AsJson, OpDtype, takes
 
 tune = Verbs("Tune a server, or kernels for this GPU; list calls without a tuning; report what a search gained.")
 
@@ -84,50 +85,22 @@ def tune_merge(files: Annotated[list[Path], Argument(metavar="FILE", help="Store
 
 
 @tune.command("serve")
-def tune_serve(
-    model: Model,
-    ttft: Annotated[str | None, Option(help="Limit of the time to first token, e.g. 300ms.")] = None,
-    tpot: Annotated[str | None, Option(help="Limit of the time per output token, e.g. 30ms.")] = None,
-    values: Annotated[
-        list[str] | None,
-        Option("--try", metavar="NAME=VALUES", help="Values of a setting, e.g. max_num_seqs=4,16; repeatable."),
-    ] = None,
-    requests: Annotated[
-        int | None, Option(help="Requests of a full measurement. Default: 6 per client, 64 or more.")
-    ] = None,
-    inputs: Annotated[str | None, Option(help="Range of prompt lengths. Default: 32-128, or what fits.")] = None,
-    outputs: Annotated[str | None, Option(help="Range of output lengths. Default: 32-128, or what fits.")] = None,
-    shared_prefix: SharedPrefix = 0,
-    max_concurrency: Annotated[int | None, Option(help="Clients of the closed loop. Default: 8.")] = None,
-    request_rate: Annotated[float | None, Option(help="Requests per second, Poisson arrivals.")] = None,
-    share: Annotated[float, Option(help="Time to use, as a share of measuring every combination.")] = 0.2,
-    seed: Annotated[int, Option(help="Seed of the prompts and of the search.")] = 0,
-    out: Annotated[Path, Option(help="Folder of serve.toml and trials.jsonl; the same command resumes.")] = Path(
-        "tune"
-    ),
-) -> None:
+@takes(TuneServe)
+def tune_serve(given: TuneServe) -> None:
     """Find the settings of `bagu serve` with the most requests per second within latency limits.
 
     Examples:
       bagu tune serve runs/demo/grpo --ttft 300ms --tpot 30ms
       bagu tune serve runs/demo/grpo --try max_num_seqs=4,16 --share 0.5
     """
-    check_model(model)
-    from bagu.bench.tune import serve as part
+    check_model(given.model)
     from bagu.bench.tune.roofline import roofline_of
-    from bagu.bench.units import parse_ms
+    from bagu.bench.tune.serve import main
     from bagu.recipes.demo_server import running_server
     from bagu.recipes.find import find_model
     from bagu.recipes.models import check_predicts_tokens, model_config
 
-    limits = [None if text is None else parse_ms(text) for text in (ttft, tpot)]
-    folder = find_model(model)
-    check_predicts_tokens(folder, model)
+    folder = find_model(given.model)
+    check_predicts_tokens(folder, given.model)
     config = model_config(folder)
-    status = part.main(
-        model, start=running_server, roofline=roofline_of(config), longest=config.max_len, ttft=limits[0],
-        tpot=limits[1], space=values or (), requests=requests, inputs=inputs, outputs=outputs,
-        shared_prefix=shared_prefix, max_concurrency=max_concurrency,
-        request_rate=float("inf") if request_rate is None else request_rate, share=share, seed=seed, out=out,
-    )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(main(given, start=running_server, roofline=roofline_of(config), longest=config.max_len))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bagu.bench import parallel
+from bagu.bench.options import ParallelBench
 from bagu.bench.train_shapes import Shape
 from bagu.errors import ArgumentError, UnknownName
 from bagu.nn.config import ModelConfig
@@ -36,7 +37,7 @@ def test_the_ratio_is_that_of_each_round() -> None:
 
 def test_it_times_two_ranks_and_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(parallel.SHAPES, "tiny", TINY)
-    assert parallel.main("tiny", rounds=2, out=tmp_path) == 0
+    assert parallel.main(ParallelBench(shape="tiny", rounds=2, out=tmp_path)) == 0
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["ranks"], r["tokens"], r["rounds"]) for r in rows] == [(2, 64, 2), (1, 32, 2)]
@@ -46,9 +47,9 @@ def test_it_times_two_ranks_and_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("options", [{"ranks": 1}, {"ranks": 3}, {"rounds": 0}])
 def test_numbers_that_cannot_be_timed_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=r"ranks, .* rounds"):
-        parallel.main("cpu_6m", **options)
+        parallel.main(ParallelBench(**options))
     with pytest.raises(UnknownName):
-        parallel.main("cpu_7m")
+        parallel.main(ParallelBench(shape="cpu_7m"))
 
 
 def row(ranks: int, ratio: float, time: str) -> dict[str, Any]:

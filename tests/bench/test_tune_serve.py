@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from test_bench_serve import other_server
 
+from bagu.bench.options import TuneServe
 from bagu.bench.tune import serve
 from bagu.bench.tune.roofline import Roofline
 from bagu.data.tokenizer import BpeTokenizer
@@ -40,9 +41,16 @@ SPACE = [
 
 def run(out: Path, start: serve.Start, **settings: object) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=200)
-    options = {"ttft": 60_000.0, "tpot": 60_000.0, "space": SPACE, "requests": 8, "max_concurrency": 2, "share": 1.0}
-    status = serve.main("folder/model", start=start, roofline=ROOFLINE, longest=300, out=out, console=console,
-                        **{**options, **settings})  # type: ignore[arg-type]  # fmt: skip
+    options = {
+        "ttft": 60_000.0,
+        "tpot": 60_000.0,
+        "values": tuple(SPACE),
+        "requests": 8,
+        "max_concurrency": 2,
+        "share": 1.0,
+    }
+    given = TuneServe(model="folder/model", out=out, **{**options, **settings})  # type: ignore[arg-type]
+    status = serve.main(given, start=start, roofline=ROOFLINE, longest=300, console=console)
     return status, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -83,7 +91,7 @@ def test_the_winner_is_written_and_the_same_command_resumes(tmp_path: Path) -> N
     [
         ({"ttft": None, "tpot": None}, "no limit to tune for"),
         ({"share": 0.0}, "a budget of 0.0"),
-        ({"space": ["batch=1"]}, "no setting to tune 'batch'"),
+        ({"values": ["batch=1"]}, "no setting to tune 'batch'"),
         ({"requests": 0}, "requests is 0"),
         ({"request_rate": -1.0}, "a request rate of -1.0"),
     ],
@@ -103,7 +111,7 @@ def test_limits_that_nothing_meets_are_reported(tmp_path: Path) -> None:
         with other_server() as (url, _):
             yield url
 
-    status, said = run(tmp_path, start, ttft=1e-6, space=[*SPACE, "quantization=none"])
+    status, said = run(tmp_path, start, ttft=1e-6, values=[*SPACE, "quantization=none"])
     assert status == 1 and "no request of the winner met the limits" in said
 
 

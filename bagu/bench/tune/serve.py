@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.text import Text
 
 from bagu.bench.harness import table
+from bagu.bench.options import TuneServe
 from bagu.bench.serve_client import Server
 from bagu.bench.serve_load import Load, connect, fitting, run_load
 from bagu.bench.tune.roofline import Roofline
 from bagu.bench.tune.search import Found, Recorded, Trial, search
 from bagu.bench.tune.simulate import Samples, Schedule, StepTime, samples_of, schedule
 from bagu.bench.tune.space import Point, Value, default_space, label, parse_space, points_of
-from bagu.bench.workload import Lengths, arrivals, random_workload
+from bagu.bench.workload import arrivals, random_workload
 from bagu.config import fingerprint, write_atomic
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.cores import available_cores
@@ -73,46 +74,30 @@ class Task:
         )  # fmt: skip
 
 
-def main(
-    model: str,
-    *,
-    start: Start,
-    roofline: Roofline,
-    longest: int,
-    ttft: float | None,
-    tpot: float | None,
-    space: Sequence[str] = (),
-    requests: int | None = None,
-    inputs: str | None = None,
-    outputs: str | None = None,
-    shared_prefix: int = 0,
-    max_concurrency: int | None = None,
-    request_rate: float = math.inf,
-    share: float = 0.2,
-    seed: int = 0,
-    out: Path = Path("tune"),
-    console: Console | None = None,
-) -> int:
+def main(given: TuneServe, *, start: Start, roofline: Roofline, longest: int, console: Console | None = None) -> int:
     """Search, print prediction beside measurement, write `out`/serve.toml. Returns 1 if no request of the winner met
     the limits. `out`/trials.jsonl keeps the measurements; the same command resumes from it."""
     console = console or Console(highlight=False)
-    limits = {name: ms for name, ms in (("ttft", ttft), ("tpot", tpot)) if ms is not None}
+    model, share, seed, out = given.model, given.share, given.seed, given.out
+    limits = {name: ms for name, ms in (("ttft", given.ttft), ("tpot", given.tpot)) if ms is not None}
     if not limits:
         raise ArgumentError("there is no limit to tune for", hint="give --ttft 300ms, --tpot 30ms or both")
     if not 0 < share <= 1:
         raise ArgumentError(f"a budget of {share} of the grid's time", hint="use a share above 0 and at most 1")
     load = Load(
-        requests=requests, inputs=_lengths(inputs), outputs=_lengths(outputs), shared_prefix=shared_prefix,
-        max_concurrency=max_concurrency, request_rate=request_rate, goodput=limits, seed=seed, warmups=2,
+        requests=given.requests, inputs=given.inputs, outputs=given.outputs, shared_prefix=given.shared_prefix,
+        max_concurrency=given.max_concurrency, goodput=limits, seed=seed, warmups=2,
+        request_rate=math.inf if given.request_rate is None else given.request_rate,
     )  # fmt: skip
-    load = replace(load, requests=requests or max(64, 6 * (load.concurrency or 1)))
+    load = replace(load, requests=given.requests or max(64, 6 * (load.concurrency or 1)))
     on_gpu = default_device().type == "cuda"
-    values = parse_space(space, default_space(available_cores(), on_gpu=on_gpu, shared_prefix=shared_prefix > 0))
-    task = Task(model=model, load=load, limits=limits, points=tuple(points_of(values)), roofline=roofline,
-                longest=longest, on_gpu=on_gpu)  # fmt: skip
+    usual = default_space(available_cores(), on_gpu=on_gpu, shared_prefix=given.shared_prefix > 0)
+    points = tuple(points_of(parse_space(given.values, usual)))
+    task = Task(model=model, load=load, limits=limits, points=points, roofline=roofline, longest=longest,
+                on_gpu=on_gpu)  # fmt: skip
     name = fingerprint({
         "model": str(model), "limits": limits, "space": [dict(p) for p in task.points], "seed": seed,
-        "load": [str(load), load.requests, str(load.inputs), str(load.outputs), shared_prefix], "share": share,
+        "load": [str(load), load.requests, str(load.inputs), str(load.outputs), load.shared_prefix], "share": share,
     })  # fmt: skip
     measure = Recorded(
         ensure_folder(out) / "trials.jsonl", name, lambda p, n: _measure(task, start, p, n, out, console)
@@ -134,10 +119,6 @@ def main(
     if not good:
         console.print("no request of the winner met the limits: they are too tight for this model, load and machine")
     return int(not good)
-
-
-def _lengths(text: str | None) -> Lengths | None:
-    return None if text is None else Lengths.parse(text)
 
 
 def _first(task: Task) -> Point:
