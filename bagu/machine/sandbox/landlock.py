@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 from bagu.machine.sandbox import calls, syscalls
@@ -38,9 +39,9 @@ def check(*, weak: bool = False) -> None:
     list(Path("/proc/self/fd").iterdir())  # the quota needs /proc
 
 
-def enter_job(folder: Path, limits: Limits) -> None:
-    """Restrict this process permanently: it may write only below `folder`. Root stays root but loses its capabilities:
-    another user might not be able to read the interpreter's files."""
+def enter_job(folder: Path, limits: Limits, also: Sequence[Path] = ()) -> None:
+    """Restrict this process permanently: it may write only below `folder`, and read below `also`. Root stays
+    root but loses its capabilities: another user might not be able to read the interpreter's files."""
     os.chdir(folder)
     syscalls.no_new_privileges()
     if os.geteuid() == 0:
@@ -48,7 +49,7 @@ def enter_job(folder: Path, limits: Limits) -> None:
         syscalls.drop_capabilities()
     syscalls.set_limits(limits)
     syscalls.die_with_parent()
-    _restrict_files(folder)
+    _restrict_files(folder, also)
     calls.restrict_calls("landlock")
 
 
@@ -56,14 +57,14 @@ def _abi() -> int:
     return syscalls.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_FLAG, name="landlock_create_ruleset")
 
 
-def _restrict_files(folder: Path) -> None:
+def _restrict_files(folder: Path, also: Sequence[Path]) -> None:
     handled = ACCESS_BY_ABI[min(_abi(), 3)]
     attributes = ctypes.c_uint64(handled)
     ruleset = syscalls.syscall(
         CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(8), 0, name="landlock_create_ruleset"
     )
     read = EXECUTE | READ_FILE | READ_DIR
-    allowed = [*((str(p), read) for p in readable_folders()), *((p, READ_FILE | WRITE_FILE) for p in DEVICES)]
+    allowed = [*((str(p), read) for p in readable_folders(also)), *((p, READ_FILE | WRITE_FILE) for p in DEVICES)]
     for path, access in [*allowed, (str(folder), handled & ~EXECUTE)]:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", access & handled, fd)

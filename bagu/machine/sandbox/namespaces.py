@@ -17,6 +17,7 @@ import os
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bagu.machine.sandbox import calls, syscalls
@@ -33,8 +34,9 @@ LIBRARIES = ("/usr", "/lib", "/lib64", "/bin")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 
-def enter_root() -> None:
-    """Detach this process from the user's files and network. Raises OSError if the system does not permit it."""
+def enter_root(also: Sequence[Path] = ()) -> None:
+    """Detach this process from the user's files and network; it can still read the folders in `also`. Raises OSError if
+    the system does not permit it."""
     calls.check()
     new_user = os.geteuid() != 0
     uid, gid = os.geteuid(), os.getegid()
@@ -47,12 +49,12 @@ def enter_root() -> None:
     else:
         syscalls.unshare(others)
     syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)  # later mounts are not visible outside
-    _build_root(Path(tempfile.gettempdir()))
+    _build_root(Path(tempfile.gettempdir()), also)
 
 
-def _build_root(root: Path) -> None:
+def _build_root(root: Path, also: Sequence[Path]) -> None:
     """Make `root` a small file system with the interpreter, the libraries and a few devices, and pivot into it."""
-    paths = {path: root / path.relative_to("/") for path in (*readable_folders(), *map(Path, DEVICES))}
+    paths = {path: root / path.relative_to("/") for path in (*readable_folders(also), *map(Path, DEVICES))}
     syscalls.mount("tmpfs", str(root), "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path, target in paths.items():
         if path.is_symlink():  # /lib -> usr/lib
@@ -90,12 +92,13 @@ def _make_read_only(target: Path) -> None:
                     raise
 
 
-def readable_folders() -> list[Path]:
-    """The folders that code may read: the system's libraries, and the standard library if it is outside of them."""
+def readable_folders(also: Sequence[Path] = ()) -> list[Path]:
+    """The folders that code may read: the system's libraries, the standard library if it is outside of them, `also`."""
     found = [Path(p) for p in LIBRARIES if Path(p).exists()]
-    for path in (sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")):
-        if not any(Path(path).is_relative_to(f) for f in found):
-            found.append(Path(path))
+    standard = (sys.base_prefix, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    for path in (*map(Path, standard), *also):
+        if not any(path.is_relative_to(f) for f in found):
+            found.append(path)
     return found
 
 

@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bagu.machine.sandbox import landlock, namespaces, quota
 from bagu.machine.sandbox.protocol import Limits, read_frame, write_frame
 
-__all__ = ["main"]
+__all__ = ["isolated", "main"]
 
 CHUNK = 1 << 16
 
@@ -33,7 +34,7 @@ CHUNK = 1 << 16
 def main(number: int, allowed: list[str]) -> None:
     """`number` is unique among the caller's helpers; `allowed` lists the kinds of isolation to try, in order."""
     jobs, results = io.BufferedReader(io.FileIO(0)), io.BufferedWriter(io.FileIO(1, "wb", closefd=False))
-    kind, problems = _isolated(allowed)
+    kind, problems = isolated(allowed)
     write_frame(results, {"isolation": kind, "problems": problems})
     if kind is None:
         return
@@ -46,14 +47,15 @@ def main(number: int, allowed: list[str]) -> None:
         write_frame(results, _run(job["code"], Limits(**job["limits"]), kind, number))
 
 
-def _isolated(allowed: list[str]) -> tuple[str | None, list[str]]:
-    """The first kind of isolation that this system permits, and the reasons why earlier kinds failed."""
+def isolated(allowed: Sequence[str], also: Sequence[Path] = ()) -> tuple[str | None, list[str]]:
+    """The first kind of isolation that this system permits, and the reasons why earlier kinds failed. `also` are
+    further folders that programs may read."""
     problems: list[str] = []
     for kind in allowed:
         try:
             if kind == "namespaces":
                 _probe_namespaces()
-                namespaces.enter_root()
+                namespaces.enter_root(also)
             else:
                 landlock.check(weak=kind == "landlock-weak")
             return kind, problems

@@ -67,7 +67,7 @@ def kernels(
                     seen.add(key)
                     found.append((s, case, launch, compile_launch(launch)))
     codes = instructions([compiled.asm["cubin"] for *_, compiled in found])
-    return [_kernel(*one, code) for one, code in zip(found, codes, strict=True)]
+    return [kernel_of(*one, code) for one, code in zip(found, codes, strict=True)]
 
 
 def faults(kernel: Kernel) -> list[str]:
@@ -88,7 +88,7 @@ def faults(kernel: Kernel) -> list[str]:
     return found
 
 
-def _kernel(spec: OpSpec, case: Case, launch: Launch, compiled: Any, code: str) -> Kernel:
+def kernel_of(spec: OpSpec, case: Case, launch: Launch, compiled: Any, code: str) -> Kernel:
     dots = _multiplied_rows(launch.fn, compiled.asm)
     large = [a for a in launch.args.values() if isinstance(a, torch.Tensor) and a.numel() >= LARGE]
     aligned = all(a.shape[-1] % 16 == 0 for a in large if a.ndim)

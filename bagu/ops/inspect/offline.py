@@ -74,13 +74,13 @@ def launches(
     args = spec.cast(case, spec.inputs(case, MetaStreams()), dtype)
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     found: list[Launch] = []
-    with _recorded(found, "forward"):
+    with recorded(found, "forward"):
         outputs = module.forward(**args, **chosen.get("forward", {}))
     results = dict(zip((r.name for r in sig.results), outputs, strict=True))
     if only == "forward":
         return found
     if only is None and (invariant := getattr(module, "invariant_forward", None)) is not None:
-        with _recorded(found, "invariant_forward"), suppress(BackendError):  # refused, as an 8-bit cache is
+        with recorded(found, "invariant_forward"), suppress(BackendError):  # refused, as an 8-bit cache is
             invariant(**args)
     if spec.grads:
         known = args | results
@@ -88,13 +88,13 @@ def launches(
         more = dict(chosen.get("backward", {}))
         if "needs" in inspect.signature(module.backward).parameters:
             more["needs"] = dict.fromkeys(spec.made, True)
-        with _recorded(found, "backward"):
+        with recorded(found, "backward"):
             module.backward(**given, **{s.name: args[s.name] for s in sig.scalars}, **more)
     return [launch for launch in found if only in (None, launch.step)]
 
 
 @contextmanager
-def _recorded(launches: list[Launch], step: str) -> Iterator[None]:
+def recorded(launches: list[Launch], step: str) -> Iterator[None]:
     """Inside, a kernel launch is appended to `launches` and not executed."""
     if triton_interprets():
         raise BackendError("kernels cannot be compiled with TRITON_INTERPRET set", hint="unset it and start again")

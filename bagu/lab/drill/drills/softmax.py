@@ -1,0 +1,103 @@
+"""Softmax over rows, with a scale, a mask and lengths."""
+
+from __future__ import annotations
+
+from bagu.lab.drill.core import Drill, Planted, Question, Text
+
+TORCH = """import torch
+
+
+def forward(x, scale, mask, lengths):
+    s = x.float() * scale
+    keep = torch.ones(x.shape, dtype=torch.bool)
+    if mask is not None:
+        keep = keep & mask
+    if lengths is not None:
+        keep = keep & (torch.arange(x.shape[-1]) < lengths[..., None])
+    s = torch.where(keep, s, -torch.inf)
+    top = s.amax(-1, keepdim=True)
+    e = torch.exp(s - top)
+    y = e / e.sum(-1, keepdim=True)
+    return torch.where(keep, y, 0.0).to(x.dtype)
+"""
+TRITON = """import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x, y, mask, lengths, scale, N, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    keep = inside
+    if HAS_MASK:
+        keep = keep & (tl.load(mask + row * N + column, mask=inside, other=0) != 0)
+    if HAS_LENGTHS:
+        keep = keep & (column < tl.load(lengths + row))
+    v = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32) * scale
+    v = tl.where(keep, v, -float("inf"))
+    top = tl.max(v, 0)
+    e = tl.exp(v - top)
+    out = tl.where(keep, e / tl.sum(tl.where(keep, e, 0.0), 0), 0.0)
+    nan = tl.sum(tl.where(keep & (v != v), 1, 0), 0) > 0
+    out = tl.where(keep & nan, float("nan"), out)
+    tl.store(y + row * N + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+def forward(x, scale, mask, lengths):
+    x = x.contiguous()
+    N = x.shape[-1]
+    y = torch.empty_like(x)
+    rows = x.numel() // N if N else 0
+    if rows:
+        m = mask.contiguous() if mask is not None else x
+        n = lengths.contiguous() if lengths is not None else x
+        kernel[(rows,)](x, y, m, n, scale, N, mask is not None, lengths is not None, triton.next_power_of_2(N))
+    return y
+"""
+
+DRILL = Drill.of(
+    "softmax",
+    difficulty=2,
+    title=Text("softmax of rows", "按行 softmax"),
+    task_zh="把每一行分数变成和为一的正权重；支持 scale、mask 与 lengths。没有可见列的行全为零。",
+    forbidden=("_softmax", "softmax", "_safe_softmax", "log_softmax", "_log_softmax", "logsumexp"),
+    solutions={"torch": TORCH, "triton": TRITON},
+    hints=(
+        Text("exp grows fast: what happens to a score of 1,000?", "exp 增长很快：分数为 1000 时会怎样？"),
+        Text(
+            "Subtract the maximum of the visible columns; hidden columns are -inf before it and 0 after the division.",
+            "减去可见列的最大值；隐藏列在此之前为 -inf，除法之后为 0。",
+        ),
+        Text(
+            "A row without visible columns is 0 / 0: select 0 by the mask at the end, not by the values.",
+            "没有可见列的行是 0/0：最后按 mask 选 0，而不是按数值判断。",
+        ),
+    ),
+    questions=(
+        Question(
+            "How many passes over a row does a stable softmax need, and how does an online one save one?",
+            "稳定的 softmax 需要读几遍？online softmax 如何少读一遍？", "bagu lab run online_softmax",
+        ),
+        Question("Is it bound by memory or by compute?", "它受限于带宽还是算力？", "bagu ops show softmax"),
+    ),
+    planted=(
+        Planted("torch", "torch.exp(s - top)", "torch.exp(s)", "overflow"),
+        Planted("torch", "x.float() * scale", "x.float()", "ignored"),
+        Planted("torch", "keep = keep & mask", "keep = keep", "mask"),
+        Planted("torch", "< lengths[..., None])", "<= lengths[..., None])", "mask|off_by_one"),
+        Planted("torch", "return torch.where(keep, y, 0.0).to(x.dtype)", "return y.to(x.dtype)", "special"),
+        Planted("torch", "e / e.sum(-1, keepdim=True)", "e", "normalize"),
+        Planted("torch", "torch.where(keep, y, 0.0).to(x.dtype)", "torch.where(keep, y, 0.0)", "type"),
+        Planted("torch", "s = x.float() * scale", "s = (x.float() * scale).bfloat16().float()", "precision"),
+        Planted("torch", "s.amax(-1, keepdim=True)", "s.amax()", "overflow|special|raises"),
+        Planted("torch", "torch.where(keep, y, 0.0)", "torch.where(keep, y.nan_to_num(0.0), 0.0)", "special"),
+        Planted("torch", "torch.where(keep, s, -torch.inf)", "torch.where(keep, s, -1e4)", "special|overflow"),
+        Planted("triton", "inside = column < N", "inside = column < N - 1", "tail"),
+        Planted("triton", "row * N + column, out", "row * BLOCK + column, out", "stride|rows|dies|unwritten"),
+        Planted("triton", "x = x.contiguous()", "x = x", "stride"),
+        Planted("triton", "kernel[(rows,)]", "kernel[(max(1, rows - 1),)]", "rows|unwritten"),
+        Planted("triton", "column < tl.load(lengths", "column <= tl.load(lengths", "mask|off_by_one"),
+    ),
+)  # fmt: skip

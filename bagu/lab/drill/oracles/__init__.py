@@ -1,0 +1,1 @@
+"""Truths: each module yields the trials of a drill."""
