@@ -54,7 +54,8 @@ class Reply:
     aten: Sequence[str] = ()
     functions: Sequence[str] = ()
     imports: Sequence[str] = ()
-    largest: int = 0
+    largest: int = 0  # bytes of the largest tensor
+    flops: int = 0  # of matrix products
     changed: bool = False  # an input has other bytes afterwards
     view: bool = False  # the result shares memory with an input
     state: Sequence[str] = ()  # the global state that the call left changed
@@ -121,6 +122,7 @@ class Answer:
     def __init__(self, owner: Answers, number: int, channel: socket.socket, errors: Any, source: str, file: str):
         self.owner, self.number, self.channel, self.errors, self.file = owner, number, channel, errors, file
         self.ended = False
+        self.triton = "import triton" in source  # the interpreter is too slow for a profile
         said = self._ask({"source": source, "seconds": LOAD_S}, LOAD_S, "while the file is loaded")
         self.names: list[str] = said["names"]
         self.imports: list[str] = said["imports"]
@@ -148,14 +150,16 @@ class Answer:
             raise AnswerFault(f"{self.file}: it does not define {function} (found: {listed})", cause="name")
         return {
             "function": function, "args": list(args), "kwargs": dict(kwargs or {}), "kind": kind,
-            "steps": [list(s) for s in steps], "seconds": seconds, "reuse": reuse, "rng": rng, "draws": draws,
+            "steps": [list(s) for s in steps], "seconds": seconds, "reuse": reuse, "rng": rng,
+            "draws": draws, "triton": self.triton,
         }  # fmt: skip
 
     def _reply(self, said: Mapping[str, Any], *, changed: bool = False, sent: Sequence[int] = ()) -> Reply:
         state = [k for k, v in said["state"].items() if self.state.get(k) != v]
         return Reply(
             value=said["value"], aten=said["aten"], functions=said["functions"], imports=said["imports"],
-            largest=said["largest"], changed=changed, view=said["view"], state=state, sent=tuple(sent),
+            largest=said["largest"], flops=said["flops"], changed=changed, view=said["view"], state=state,
+            sent=tuple(sent),
         )  # fmt: skip
 
     def _ask(self, asked: Mapping[str, Any], seconds: float, where: str) -> dict[str, Any]:

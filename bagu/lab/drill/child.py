@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from bagu.machine.sandbox.protocol import Limits
 from bagu.machine.sandbox.zygote import isolated
 
 LIMITS = Limits(memory_bytes=16 << 30, processes=64, disk_bytes=16 << 20)  # torch maps several GiB of addresses
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::mv", "aten::dot")
+WATCHED = ("torch.optim", "torch.nn.modules", "torch.distributed")  # loaded with torch, so that no import is seen
 PRINTED = 64 << 10  # characters of print that are kept
 EVENTS = (
     "ctypes.dlopen",
@@ -150,15 +153,22 @@ class _Bounded(io.TextIOBase):
         return len(text)
 
 
+class NotAGenerator:
+    """Arrives as the name of a type: a function that should be a generator returned something else."""
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
         self.largest = 0
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.add(func._schema.name)
         result = func(*args, **(kwargs or {}))
+        if func._schema.name in PRODUCTS:
+            self.flops += 2 * result.numel() * args[-1].shape[-2 if args[-1].ndim > 1 else -1]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.largest = max(self.largest, leaf.untyped_storage().nbytes())
@@ -245,6 +255,12 @@ class _Server:
             return self.place(error.__cause__)
         return {"line": line, "text": linecache.getline(self.file, line).strip() if line else ""}
 
+    def watch(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note calls of functions in modules that torch has loaded already."""
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith(WATCHED):
+            self.events.add(f"import {name}")
+
     def load(self, source: str) -> dict[str, Any]:
         exec(compile(source, self.file, "exec"), self.module.__dict__)
         names = [n for n, v in vars(self.module).items() if callable(v) and not n.startswith("_")]
@@ -260,14 +276,18 @@ class _Server:
         target = getattr(self.module, asked["function"])
         random_state = torch.random.get_rng_state() if not asked["draws"] else None
         with torch.no_grad(), _Operations() as operations, _Functions() as functions:
-            if kind == "script":
-                value: Any = _script(target, args, asked["steps"])
-            elif kind == "rank":
-                value = target(*args, *_messages(channel))
-            else:
-                value = target(*args, **kwargs)
-            if kind == "iterate":
-                value = list(value)
+            sys.setprofile(None if asked["triton"] else self.watch)
+            try:
+                if kind == "script":
+                    value: Any = _script(target, args, asked["steps"])
+                elif kind == "rank":
+                    value = target(*args, *_messages(channel))
+                else:
+                    value = target(*args, **kwargs)
+                if kind == "iterate":
+                    value = list(value) if isinstance(value, GeneratorType) else NotAGenerator()
+            finally:
+                sys.setprofile(None)
         moved = random_state is not None and not torch.equal(random_state, torch.random.get_rng_state())
         own = {t.untyped_storage().data_ptr() for t in given if t.numel()}
         out = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -276,6 +296,7 @@ class _Server:
             "aten": sorted(operations.seen),
             "functions": sorted(functions.seen),
             "largest": operations.largest,
+            "flops": operations.flops,
             "imports": sorted(self.events),
             "hashes": [digest(t) for t in given],
             "view": any(t.numel() and t.untyped_storage().data_ptr() in own for t in out),

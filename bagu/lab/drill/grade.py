@@ -12,15 +12,16 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.lab.drill.answers import CALL_S, Answer, AnswerFault, Answers, Reply, call_ranks
 from bagu.lab.drill.core import Drill, Text
-from bagu.lab.drill.diagnose import CAUSES, Suspects, guess
+from bagu.lab.drill.diagnose import CAUSES, guess
+from bagu.lab.drill.trial import Trial, Wrong
 
 ALWAYS_FORBIDDEN = ("bagu", "ctypes", "cffi", "torch._inductor", "torch.utils.cpp_extension", "multiprocessing")
 VIEWS = (  # what torch may do for a Triton kernel: allocate, view, copy
@@ -31,36 +32,6 @@ VIEWS = (  # what torch may do for a Triton kernel: allocate, view, copy
     "new_empty_strided", "_local_scalar_dense", "unbind", "split", "lift_fresh", "set_", "resize_", "is_same_size",
     "resolve_neg", "resolve_conj", "arange", "unfold", "flatten", "_neg_view", "item", "is_nonzero",
 )  # fmt: skip
-
-
-class Wrong(Exception):
-    """A result that is not right. `index` is where it differs first."""
-
-    def __init__(self, message: str, *, got: Any = None, want: Any = None, cause: str = "") -> None:
-        super().__init__(message)
-        self.message, self.got, self.want, self.cause = message, got, want, cause
-
-
-def no_call(answer: Answer) -> Reply:
-    raise NotImplementedError("a trial over ranks has `each` instead")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One thing that is asked of an answer. `ask` calls it; `judge` raises Wrong if what came back is not right."""
-
-    name: str
-    why: Text
-    judge: Callable[[Reply], None]
-    ask: Callable[[Answer], Reply] = no_call
-    cause: str = ""  # the likely cause if this trial fails after those before it
-    edge: bool = False
-    suspects: Suspects = field(default_factory=dict)
-    usual: str = "formula"
-    mutable: bool = False  # the answer may change its inputs
-    ranks: int = 0  # the number of processes, for a function that runs once per rank
-    each: tuple[str, Sequence[Sequence[Any]]] = ("", ())  # that function, and the arguments of each rank
-    draws: bool = False  # the answer draws random numbers
 
 
 @dataclass(frozen=True, kw_only=True)

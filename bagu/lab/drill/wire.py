@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import socket
 from typing import Any
@@ -28,7 +31,8 @@ class Closed(Exception):
 
 def send(channel: socket, value: Any) -> None:
     blobs: list[bytes] = []
-    text = json.dumps(_encoded(value, blobs)).encode()
+    with _nested_values():
+        text = json.dumps(_encoded(value, blobs)).encode()
     channel.sendall(HEAD.pack(len(text), sum(map(len, blobs))) + text + b"".join(blobs))
 
 
@@ -39,9 +43,21 @@ def receive(channel: socket) -> Any:
         raise Closed("it sent more than 1 GiB")
     text, blob = _read(channel, text_bytes), _read(channel, blob_bytes)
     try:
-        return _decoded(json.loads(text), blob)
+        with _nested_values():
+            return _decoded(json.loads(text), blob)
     except (ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise Closed("it sent something that is no message") from error
+
+
+@contextmanager
+def _nested_values() -> Iterator[None]:
+    """Lists may be nested deeper than Python's usual limit of calls."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def _read(channel: socket, size: int) -> bytearray:

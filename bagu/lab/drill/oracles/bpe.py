@@ -10,7 +10,7 @@ from typing import Any
 
 from bagu.lab.drill.answers import Answer, Reply
 from bagu.lab.drill.core import Drill, Text
-from bagu.lab.drill.grade import Trial, Wrong
+from bagu.lab.drill.trial import Trial, Wrong
 
 Merge = tuple[bytes, bytes]
 

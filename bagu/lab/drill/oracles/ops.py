@@ -16,7 +16,7 @@ import torch
 from bagu.errors import ConformanceError
 from bagu.lab.drill.answers import Answer, AnswerFault, Reply
 from bagu.lab.drill.core import Drill, Text
-from bagu.lab.drill.grade import Trial, Wrong
+from bagu.lab.drill.trial import Trial, Wrong
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, Streams, check
 

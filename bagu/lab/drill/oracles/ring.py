@@ -8,7 +8,7 @@ import torch
 
 from bagu.lab.drill.answers import Reply
 from bagu.lab.drill.core import Drill, Text
-from bagu.lab.drill.grade import Trial, Wrong
+from bagu.lab.drill.trial import Trial, Wrong
 
 SLACK = 1024  # bytes beyond 2 (N - 1) / N of the tensor
 
