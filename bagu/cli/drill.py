@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from bagu.cli.options import group
+from bagu.cli.help import Verbs
 
-drill = group("Drills: write a part by hand, be graded by the truth, run the stack with it.")
+drill = Verbs("Drills: write a part by hand, be graded by the truth, run the stack with it.")
 
 Name = Annotated[str, Argument(metavar="NAME", help="The drill (`bagu drill list`).")]
 File = Annotated[Path, Argument(metavar="FILE", help="The file of the answer.")]
@@ -26,7 +26,12 @@ def list_drills(
     zh: Annotated[bool, Option("--zh", help="The same as --lang zh.")] = False,
     every: Annotated[bool, Option("--all", help="Also the ops whose drill is made from the spec alone.")] = False,
 ) -> None:
-    """List the drills by topic, with your grades and what is due again."""
+    """List the drills by topic, with your grades and what is due again.
+
+    Examples:
+      bagu drill list
+      bagu drill list --zh
+    """
     from bagu.lab.drill.core import language
     from bagu.lab.drill.words import listing
 
@@ -39,7 +44,11 @@ def start(
     name: Name, level: Level = None, lang: Language = None,
     out: Annotated[Path, Option(help="The folder of answers.")] = Path("drills"),
 ) -> None:  # fmt: skip
-    """Write the stub of a drill; work is never written over."""
+    """Write the stub of a drill; work is never written over.
+
+    Examples:
+      bagu drill start softmax --level triton
+    """
     from bagu.lab.drill import catalogue, words
     from bagu.lab.drill.core import language
 
@@ -50,7 +59,11 @@ def start(
 
 @drill.command()
 def check(file: File, name: DrillName = None, level: Level = None, seed: Seed = None, lang: Language = None) -> None:
-    """Grade an answer against the truth: every case, the first failure with its reason, a guess of the cause."""
+    """Grade an answer against the truth: every case, the first failure with its reason, a guess of the cause.
+
+    Examples:
+      bagu drill check drills/softmax_triton.py
+    """
     from bagu.lab.drill.commands import check_file
 
     raise typer.Exit(check_file(file, name, level, seed=seed, lang=lang))
@@ -58,7 +71,11 @@ def check(file: File, name: DrillName = None, level: Level = None, seed: Seed = 
 
 @drill.command()
 def hint(name: Name, lang: Language = None, every: Annotated[bool, Option("--all", help="All three.")] = False) -> None:
-    """Show the next of three hints, from vague to exact."""
+    """Show the next of three hints, from vague to exact.
+
+    Examples:
+      bagu drill hint softmax
+    """
     from bagu.lab.drill.reading import next_hints
 
     for line in next_hints(name, lang, every=every):
@@ -70,7 +87,12 @@ def show(
     name: Name, level: Level = None, lang: Language = None,
     answer: Annotated[bool, Option("--answer", help="Print bagu's own answer; later grades get a *.")] = False,
 ) -> None:  # fmt: skip
-    """Show the task and interviewers' questions; with --answer also bagu's own solution."""
+    """Show the task and interviewers' questions; with --answer also bagu's own solution.
+
+    Examples:
+      bagu drill show softmax
+      bagu drill show softmax --level triton --answer
+    """
     from bagu.lab.drill.reading import described
 
     for line in described(name, level, lang, answer=answer):

@@ -76,8 +76,8 @@ def compare(got: Any, want: Any, tolerance: float = 1e-9, at: str = "") -> None:
             i = int(off.argmax())
             place = [int(k) for k in torch.unravel_index(torch.tensor(i), off.shape)]
             close = float(off.max()) < 1e-4
-            have, need = a.flatten()[i], b.flatten()[i]
-            raise Wrong(f"{where}{place} is {have:.9g}, and should be {need:.9g}", cause="precision" if close else "")
+            text = f"{where}{place} is {a.flatten()[i]:.9g}, and should be {b.flatten()[i]:.9g}"
+            raise Wrong(text, cause="precision" if close else "")
         return
     if isinstance(want, list | tuple) and isinstance(got, list | tuple):
         with suppress(RuntimeError):  # tensors inside have no one truth value
