@@ -97,3 +97,92 @@ def show(
 
     for line in described(name, level, lang, answer=answer):
         typer.echo(line)
+
+
+@drill.command("time")
+def time_file(file: File, name: DrillName = None) -> None:
+    """Time a kernel over several shapes, beside bagu and torch; without a GPU, show what the compiler made of it.
+
+    Examples:
+      bagu drill time drills/softmax_triton.py
+    """
+    from bagu.lab.drill.commands import time_lines
+
+    for line in time_lines(file, name):
+        typer.echo(line)
+
+
+@drill.command("try")
+def try_file(
+    file: File, name: DrillName = None,
+    steps: Annotated[int, Option(help="Training steps of each run.", min=1)] = 50,
+) -> None:  # fmt: skip
+    """Train and serve a small model with the answer in place of bagu's part, beside bagu's own.
+
+    Examples:
+      bagu drill try drills/rms_norm.py
+    """
+    from bagu.lab.drill.commands import try_lines
+
+    for line in try_lines(file, name, steps=steps):
+        typer.echo(line)
+
+
+@drill.command()
+def bug(
+    name: Name, level: Level = None,
+    seed: Annotated[int, Option(help="Which bug.", min=0)] = 0,
+    out: Annotated[Path, Option(help="The folder of answers.")] = Path("drills"),
+) -> None:  # fmt: skip
+    """Write bagu's own answer with one planted bug: find it and mend it, in at most three lines.
+
+    Examples:
+      bagu drill bug softmax --level triton --seed 7
+    """
+    from bagu.lab.drill import bugs, catalogue
+
+    found = catalogue.drill(name)
+    file = bugs.write_bug(found, catalogue.level_of(found, level), seed, out)
+    typer.echo(f"{file}\nbagu drill check {file}")
+
+
+@drill.command()
+def predict(
+    kind: Annotated[str, Argument(metavar="KIND", help="struct, generator, occupancy or bytes.")],
+    seed: Annotated[int | None, Option(help="Which question. Default: a new one.")] = None,
+    answer: Annotated[str | None, Option(help="Your answer; without it you are asked.")] = None,
+    lang: Language = None,
+) -> None:
+    """Answer a small question whose answer is computed: a struct's size, a generator's output, occupancy, bytes.
+
+    Examples:
+      bagu drill predict struct
+      bagu drill predict generator --seed 3
+    """
+    from random import randrange
+
+    from bagu.lab.drill.core import language
+    from bagu.lab.drill.predict import puzzle
+
+    number = randrange(10**6) if seed is None else seed
+    asked = puzzle(kind, number)
+    typer.echo(asked.question(language(lang)))
+    said = typer.prompt("answer") if answer is None else answer
+    right = asked.right(said)
+    typer.echo(f"{'right' if right else 'wrong'}: {asked.answer}   (--seed {number})")
+    raise typer.Exit(0 if right else 1)
+
+
+@drill.command()
+def report(
+    out: Annotated[Path, Option(help="The page.")] = Path("drills/report.html"), lang: Language = None
+) -> None:  # fmt: skip
+    """Write your progress as a page: grades, what is due again, mistakes that come again.
+
+    Examples:
+      bagu drill report
+    """
+    from bagu.lab.drill.core import language
+    from bagu.lab.drill.page import write_page
+
+    typer.echo(write_page(out, language(lang)))

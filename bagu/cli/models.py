@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -48,9 +48,17 @@ def train(given: TrainOptions) -> None:
     check_files(given.config, *(path for path in given.data if path != "stdlib"))
     check_model(given.start)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
-    from bagu.recipes import command
+    from bagu.recipes import command, rewards
 
+    rewards.provided["drill"] = _drill_reward
     raise typer.Exit(command.train_main(given))
+
+
+def _drill_reward(name: str) -> Any:
+    """The reward `drill:NAME`: recipes do not import labs."""
+    from bagu.lab.drill.reward import DrillReward
+
+    return DrillReward(name)
 
 
 def report(run: Annotated[Path, Argument(help="The folder of the run.")]) -> None:

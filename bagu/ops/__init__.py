@@ -12,6 +12,7 @@ from bagu.ops.add_rms_norm import add_rms_norm
 from bagu.ops.attention import attention
 from bagu.ops.batch_norm import batch_norm
 from bagu.ops.call.dispatch import use
+from bagu.ops.call.swap import swap
 from bagu.ops.conv2d import conv1d, conv2d
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
@@ -102,6 +103,7 @@ __all__ = [
     "scale_norm",
     "self_attention",
     "softmax",
+    "swap",
     "swiglu",
     "token_losses",
     "transpose",

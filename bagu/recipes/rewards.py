@@ -2,6 +2,7 @@
 
     my_file.py:score     score(prompt, completion, facts) -> float, or with lists; my_file.py alone means `score`
     python               a built-in reward (code_rewards.py)
+    drill:softmax        a reward of another part, by its prefix: `cli` provides them (provided)
     runs/reward          a run of the objective `reward`, or a Hugging Face sequence classifier with one label
 
 A file is code that runs with your rights, outside any sandbox. A sample that a reward cannot score (it raises, hangs,
@@ -10,7 +11,7 @@ or returns no finite number) has the default value, and its fault says why: the 
 Several rewards are summed with their weights (`--reward python --reward short.py:score:0.2`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from bagu.recipes.code_rewards import BUILT_IN
 from bagu.recipes.model_reward import ModelReward
 from bagu.recipes.user_reward import UserReward
 from bagu.train.rl.reward_function import RewardFunction, Sample, Scored, reward_specs
+
+provided: dict[str, Callable[[str], RewardFunction]] = {}  # rewards of parts that recipes may not import, by prefix
 
 
 def load_reward(
@@ -80,6 +83,9 @@ def _loaded(spec: str, default: float, timeout_s: float, device: torch.device | 
     path, _, function = spec.rpartition(":") if ".py:" in spec else (spec, "", "score")
     if path.endswith(".py"):
         return UserReward(Path(path), function, default=default, timeout_s=timeout_s)
+    prefix, _, name = spec.partition(":")
+    if prefix in provided:
+        return provided[prefix](name)
     if spec in BUILT_IN:
         return BUILT_IN[spec]()
     if Path(spec).is_dir():

@@ -45,6 +45,7 @@ import torch
 import torch._inductor.config  # `check` imports it: 1.6 s of CPU, here once instead of in every child process
 
 from bagu.errors import ConformanceError
+from bagu.lab.drill import mutations
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract import core
 from bagu.ops.contract.core import OpSpec, Streams, check
@@ -119,41 +120,12 @@ def _changes(
     """(kind, what the node becomes) of each bug that can be planted at this node."""
     kernel = backend == "triton" and sources.is_kernel(function)
     if kernel:
-        yield from _in_kernel(node, function)
+        yield from mutations.in_kernel(node, function)
     if kernel or backend == "torch":
-        yield from _in_formula(node)
+        yield from mutations.in_formula(node)
     if not kernel:
         yield from _ignored_scalar(node, parent, function, backend, module)
         yield from _wrong_stride(node, function, backend)
-
-
-def _in_kernel(node: ast.AST, function: sources.Function) -> Iterator[tuple[str, str]]:
-    text = ast.unparse(node) if isinstance(node, ast.expr) else ""
-    if _calls(node, "tl.store"):
-        assert isinstance(node, ast.Call)
-        where, value, *rest = map(ast.unparse, node.args)
-        yield "zero", f"tl.store({', '.join([where, f'({value}) * 0', *rest])})"
-    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Lt):
-        yield "short", f"({ast.unparse(node.left)}) < ({ast.unparse(node.comparators[0])}) - 1"
-    if _calls(node, "tl.sum"):
-        yield "max", text.replace("tl.sum", "tl.max", 1)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("range", "tl.range"):
-        parts = [ast.unparse(a) for a in node.args]
-        first, end, step = parts if len(parts) == 3 else [*parts, "1"] if len(parts) == 2 else ["0", *parts, "1"]
-        yield "one trip", f"range({first}, min({end}, {first} + {step}), {step})"
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id.endswith("stride"):
-        assert isinstance(function, ast.FunctionDef)
-        strides = [a.arg for a in function.args.args if a.arg.endswith("stride")]
-        if node.id in strides and len(strides) > 1:
-            yield "stride", strides[strides.index(node.id) - 1]
-
-
-def _in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.right) == "eps":
-        yield "no eps", f"({ast.unparse(node.left)}) + 0.0"
-    if (_calls(node, "tl.where") or _calls(node, "torch.where")) and isinstance(node, ast.Call):
-        called, (test, value, _) = ast.unparse(node.func), map(ast.unparse, node.args)
-        yield "no select", f"{called}({test}, {value}, {value})"
 
 
 def _ignored_scalar(
@@ -167,7 +139,7 @@ def _ignored_scalar(
     known = {s.name: s.optional for op in ops for s in SPECS[op].sig.scalars}
     if node.id in known and node.id in kinds and (not known[node.id] or "None" in kinds[node.id]):
         number = isinstance(parent, ast.BinOp) or (
-            parent is not None and any(_calls(parent, f) for f in ("min", "max"))
+            parent is not None and any(mutations.calls(parent, f) for f in ("min", "max"))
         )
         yield "default", node.id + NOT_NONE if known[node.id] and number else node.id
 
@@ -185,10 +157,6 @@ def _wrong_stride(node: ast.AST, function: sources.Function, backend: str) -> It
         others = [t for t in _strided(function) if t != tensor]
         if others:
             yield "swapped", f"{others[0]}.stride({dim})"
-
-
-def _calls(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 
 @cache

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from bagu.errors import BaguError
 from bagu.lab.drill import wire
-from bagu.lab.drill.child import LIMITS, digest
+from bagu.lab.drill.child import FAILED_START, LIMITS, digest
 
 PACKAGE = Path(__file__).parents[3]
 START = (
@@ -199,7 +199,9 @@ class Answer:
         found = re.search(r'File "[^"\n]*answer\.py", line (\d+)', said)
         line = int(found[1]) if found else None
         at = f"{self.file} line {line}" if line else self.file
-        if code >= 0:
+        if code == FAILED_START and line is None:
+            why = f"its process could not start: {(said.strip().splitlines() or ['no message'])[-1]}"
+        elif code >= 0:
             why = f"its process exited with {code} instead of returning a result"
         else:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)

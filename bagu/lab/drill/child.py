@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -38,6 +39,8 @@ from bagu.machine.sandbox.zygote import isolated
 LIMITS = Limits(memory_bytes=16 << 30, processes=64, disk_bytes=16 << 20)  # torch maps several GiB of addresses
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::mv", "aten::dot")
 WATCHED = ("torch.optim", "torch.nn.modules", "torch.distributed")  # loaded with torch, so that no import is seen
+FAILED_START = 86  # the exit code if the grader's own part of the process fails
+GRACE_S = 2.0  # for a process that has closed its channel, to end
 PRINTED = 64 << 10  # characters of print that are kept
 EVENTS = (
     "ctypes.dlopen",
@@ -77,11 +80,20 @@ def main(fd: int, allowed: str) -> None:
             running[number] = _forked(fds, kind, also, 64 * (os.getpid() % 4096) + number % 64, float(argument))
             wire.send(control, number)
         else:
-            pid = running.pop(int(argument))
-            if asked == "kill":
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            wire.send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            wire.send(control, _ended(running.pop(int(argument)), grace_s=0.0 if asked == "kill" else GRACE_S))
+
+
+def _ended(pid: int, *, grace_s: float) -> int:
+    """The exit code of a process, which is killed if it has not ended within the grace."""
+    end = time.monotonic() + grace_s
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _forked(fds: list[int], kind: str | None, also: list[Path], number: int, seconds: float) -> int:
@@ -115,7 +127,7 @@ def _execute(
     fds: list[int], kind: str | None, folder: Path | None, also: list[Path], number: int, seconds: float
 ) -> None:
     """In the answer's own process. Does not return."""
-    code = 3
+    code = FAILED_START
     try:
         os.setsid()
         channel, errors = fds

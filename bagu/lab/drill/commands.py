@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bagu.lab.drill import catalogue, words
+from bagu.errors import ArgumentError
+from bagu.lab.drill import bugs, catalogue, words
 from bagu.lab.drill.core import Drill, language
 from bagu.lab.drill.grade import Grade, grade, read_answer
 from bagu.lab.drill.progress import Attempt, Progress
@@ -23,11 +25,21 @@ def check_file(
     return 0 if graded.right else 1
 
 
-def graded_file(file: Path, name: str | None, level: str | None, *, seed: int | None = None) -> tuple[Drill, Grade]:
+def graded_file(
+    file: Path, name: str | None, level: str | None, *, seed: int | None = None, gate: bool = True
+) -> tuple[Drill, Grade]:
     source = read_answer(file)
     found, guessed = catalogue.of_file(file, source, name)
     chosen = guessed if level is None else catalogue.level_of(found, level)
-    return found, grade(found, source, chosen, file=str(file), seed=seed, gate=True)
+    graded = grade(found, source, chosen, file=str(file), seed=seed, gate=gate)
+    lines = bugs.changed_lines(found, source)
+    if graded.right and lines is not None:
+        few = lines <= bugs.MOST_LINES
+        said = (
+            f"the bug is mended in {lines} lines" if few else f"{lines} lines differ; mend the bug in {bugs.MOST_LINES}"
+        )
+        graded = replace(graded, notes=[*graded.notes, said], letter=graded.letter if few else "E")
+    return found, graded
 
 
 def note(drill: Drill, graded: Grade) -> None:
@@ -39,3 +51,38 @@ def note(drill: Drill, graded: Grade) -> None:
         shown=drill.name in progress.shown,
     )  # fmt: skip
     replace(progress, attempts=(*progress.attempts, attempt)).write()
+
+
+def time_lines(file: Path, name: str | None) -> Iterator[str]:
+    """The lines of `bagu drill time`."""
+    import torch
+
+    source = read_answer(file)
+    found, level = catalogue.of_file(file, source, name)
+    if level != "triton":
+        raise ArgumentError(f"{file} is no Triton kernel", hint="speed is part of the level triton alone")
+    if not torch.cuda.is_available():
+        from bagu.lab.drill.static import compile_answer
+
+        faults, notes = compile_answer(found, source, str(file))
+        yield from (*notes, *faults)
+        yield "no GPU here: the compile gate stands for speed; the grade is " + ("C" if faults else "B")
+        return
+    from bagu.lab.drill.speed import letter, time_answer
+
+    rows = []
+    for row in time_answer(found, file):
+        rows.append(row)
+        yield str(row)
+    yield f"{len(rows)} shapes: {letter(rows)}"
+
+
+def try_lines(file: Path, name: str | None, *, steps: int) -> Iterator[str]:
+    """The lines of `bagu drill try`: the answer must be right first."""
+    from bagu.lab.drill.swap import run_both
+
+    found, graded = graded_file(file, name, None, gate=False)
+    if not graded.right:
+        first = graded.failures[0]
+        raise ArgumentError(f"{file} is not right yet: {first.message}", hint="bagu drill check FILE")
+    yield from run_both(found, file, steps=steps)

@@ -28,6 +28,7 @@ from bagu.ops.call import recording, scope
 from bagu.ops.call.custom import listed, needs_custom_op, register
 from bagu.ops.call.eager import autocasting, constant, saved_tensor_hooks, traced, transformed
 from bagu.ops.call.node import Node
+from bagu.ops.call.swap import placed
 from bagu.ops.contract.core import OpSpec
 from bagu.ops.contract.values import debugging
 from bagu.ops.invariant.mode import backend_of, forward_of
@@ -103,7 +104,7 @@ def calls_torch(x: torch.Tensor, *, on_gpu: bool = False) -> bool:
     for a convolution on a Neoverse-N1, where torch's own calls take 8 and 13 us, and several times that if the caches
     are cold; 26 and 76 us on the host of an H200. Each check here takes 0.5 us.
     """
-    if is_dynamo_compiling() or scope.opened() or saved_tensor_hooks(True):
+    if is_dynamo_compiling() or scope.opened() or saved_tensor_hooks(True) or placed:
         return False
     if x.is_cuda:
         return on_gpu
@@ -156,6 +157,8 @@ def _found_route(
     asked, casts = backend if backend is not None else choice.backend, autocasting(first)
     if choice.invariant:
         route = _invariant(spec, asked, first, values, args)
+    elif asked is None and spec.name in placed and not transformed() and placed[spec.name].supports(args):
+        route = placed[spec.name]
     elif (name := _choose(spec, asked, first, args)) == "torch" and not (casts and spec.grads and not traced(first)):
         forward = spec.torch_backend.forward
         # an op without gradients has none on any backend; the key of the route has the grad mode
