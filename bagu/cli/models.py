@@ -28,7 +28,7 @@ def demo(given: DemoOptions) -> None:
     """
     from bagu.recipes.demo import demo as part
 
-    part(given.out, quick=given.quick, minutes=given.minutes, serve=given.serve)
+    part(given.out, quick=given.quick, minutes=given.minutes, seed=given.seed, serve=given.serve)
 
 
 @takes(

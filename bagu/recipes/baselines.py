@@ -1,18 +1,14 @@
-"""Baselines of the demo: the size of the held-out text with stock compressors, and the quality of code samples.
+"""Baselines of the demo: the size of the held-out text with stock compressors.
 
 A model's bits per byte is the size of the held-out text under an arithmetic coder with the model's probabilities, so it
 is comparable with gzip and xz. xz primed with the training text is the fairest comparison of the three: it has also
 seen the training files, so any gain of the model over it is not copying.
 """
 
-import ast
 import gzip
 import lzma
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-from bagu.data.stdlib import parsed
-from bagu.eval.diversity import distinct_ngrams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,39 +41,3 @@ def compressors(training: Iterable[str], held_out: Iterable[str]) -> Compressors
         held_out_bytes=len(held),
         priming_bytes=len(train),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeSamples:
-    """The quality of a set of samples as Python. The fraction that parses is not enough without the two others: the
-    empty text parses, and so does one line repeated a hundred times.
-    """
-
-    count: int
-    parse_percent: float
-    define_percent: float  # parses and defines a function
-    mean_characters: float
-    distinct_4gram_percent: float  # distinct 4-grams of words as a percentage of all 4-grams of all samples
-
-
-def judge_code(samples: Sequence[str]) -> CodeSamples:
-    """How many samples parse (an empty sample does not), how many define a function, their length and variety."""
-    trees = [_parse(text) for text in samples]
-    share = lambda hits, of: 100 * hits / of if of else 0.0  # noqa: E731
-    return CodeSamples(
-        count=len(samples),
-        parse_percent=share(sum(t is not None for t in trees), len(samples)),
-        define_percent=share(sum(t is not None and _defines(t) for t in trees), len(samples)),
-        mean_characters=sum(map(len, samples)) / len(samples) if samples else 0.0,
-        distinct_4gram_percent=100 * distinct_ngrams(samples),
-    )
-
-
-def _parse(text: str) -> ast.Module | None:
-    """The tree of a sample that is Python with at least one statement, else None."""
-    tree = parsed(text)
-    return tree if tree is not None and tree.body else None
-
-
-def _defines(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in tree.body)

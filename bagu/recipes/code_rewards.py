@@ -5,6 +5,8 @@
                    A name that begins like the asked one has a part of that check. `def f(): pass` has 0.4. If the body
                    counted only under the asked name, a weak model would learn this answer and no body at all (docs/
                    journal/007)
+                   A prompt with `calls` (pairs of an argument and the result) has 1 if the answer returns every result,
+                   else 0
     python-loose   half for text that parses, half for a function of any name: `def f(): pass` wins it. It is there to
                    show what a policy does with such a reward
 
@@ -21,11 +23,13 @@ from typing import Any
 from bagu.data.stdlib import parsed
 from bagu.errors import BaguError
 from bagu.eval.function_checks import check_parts
-from bagu.eval.grades import doctest_program, first_code, run_to_end
+from bagu.eval.grades import doctest_program, first_code, parses, run_to_end
+from bagu.eval.tasks.compose import calls_program, same_code
 from bagu.machine.sandbox import Limits, Sandbox, SandboxUnavailable
 from bagu.train.rl.reward_function import RewardFunction, Sample, Scored
 
 DOCTEST = "doctest"
+CALLS = "calls"
 LIMITS = Limits(seconds=2.0)
 
 
@@ -43,6 +47,20 @@ class PythonReward:
         return "python (without doctests: no sandbox)" if self._unavailable else "python"
 
     def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
+        called = [s for s in samples if CALLS in s.facts]
+        right = iter(self._called(called))
+        checked = iter(self._checked([s for s in samples if CALLS not in s.facts]))
+        return [next(right) if CALLS in s.facts else next(checked) for s in samples]
+
+    def _called(self, samples: Sequence[Sample]) -> list[Scored]:
+        """Without a sandbox, the answer must be the expected code."""
+        valid = [s for s in samples if parses(first_code(s.completion))]  # other code needs no process
+        ended = dict(zip(map(id, valid), self._run([calls_program(s.completion, s.facts) for s in valid]), strict=True))
+        if self._unavailable:
+            ended = {id(s): same_code(s.completion, s.facts["answer"]) for s in valid}
+        return [Scored(reward=float(ended.get(id(s), False))) for s in samples]
+
+    def _checked(self, samples: Sequence[Sample]) -> list[Scored]:
         checked = [check_parts(s.completion, _named(s.facts)) for s in samples]
         testable = [self._has_doctests(s.facts) for s in samples]
         tested = [has and all(v == 1 for v in parts.values()) for has, parts in zip(testable, checked, strict=True)]
@@ -67,13 +85,14 @@ class PythonReward:
         return self._testable[program] and not self._unavailable
 
     def _run(self, programs: Sequence[str]) -> list[bool]:
-        if self._sandbox is None:
+        if programs and self._sandbox is None and not self._unavailable:
             try:
                 self._sandbox = Sandbox(limits=LIMITS)
             except SandboxUnavailable as error:
                 self._unavailable = True
                 warnings.warn(f"the reward `python` leaves out doctests: {error}", RuntimeWarning, stacklevel=2)
-                return [False] * len(programs)
+        if self._sandbox is None:
+            return [False] * len(programs)
         return run_to_end(self._sandbox, programs)
 
 

@@ -1,16 +1,15 @@
-"""`bagu demo`: train a tokenizer, pretrain a language model, fine-tune it, and post-train it with preferences and a
-verifiable reward, on the Python standard library.
+"""`bagu demo`: train a tokenizer and a language model on the Python standard library, then teach the model to write
+functions that are specified in words ("double x, then add 3"): fine-tuning, preferences, a verifiable reward.
 
-It uses the same loader, model, trainer and report as a run of any size. The text is the standard library, so nothing is
-downloaded. The results are compared with held-out files, stock compressors and a parser. Size and steps are chosen for
-the available time (`demo_plan`).
+It uses the same loader, model, trainer and report as a run of any size. Nothing is downloaded: the text is the standard
+library, and the functions are made of verbs (bagu/data/composed.py). Answers to held-out questions are run in the
+sandbox after every stage. Size and steps are chosen for the available time (`demo_plan`).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,23 +17,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bagu.data.chat import ChatEncoder
-from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import STDLIB, TextCorpus
-from bagu.data.source import Conversation
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.device import default_device
 from bagu.nn import count
-from bagu.nn.model import Transformer
-from bagu.nn.sample import generate
-from bagu.recipes.baselines import Compressors, compressors, judge_code
-from bagu.recipes.demo_later import LATER, Clock, LaterStages, go_on, progress_of
+from bagu.recipes.baselines import Compressors, compressors
+from bagu.recipes.demo_data import StageData
+from bagu.recipes.demo_eval import TASKS, suggested
+from bagu.recipes.demo_later import LATER, Clock, LaterStages, changed_words, go_on, progress_of
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised
 from bagu.recipes.demo_record import write_record
 from bagu.recipes.demo_report import Finished, print_summary, report
 from bagu.recipes.demo_server import ask, can_serve, running_server, wait_for_interrupt
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
+from bagu.recipes.find import MODEL
+from bagu.recipes.generation import suggest
 from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
@@ -44,6 +42,7 @@ from bagu.train.cross_entropy import CrossEntropy
 
 PROMPTS = ("def ", "import os\n", "class ")
 MINUTES = 5.0  # default
+PAIRS, QUESTIONS = 1000, 3000  # of preferences and of reinforcement
 FIRST_SHARE = 8  # the first 1/FIRST_SHARE of the pretraining steps runs before the pace is measured
 
 
@@ -52,6 +51,7 @@ def demo(
     *,
     quick: bool = False,
     minutes: float | None = None,
+    seed: int = 0,
     serve: bool = True,
     keep: bool | None = None,
     console: Console | None = None,
@@ -59,7 +59,7 @@ def demo(
     """Run every stage into the folder `out`; return the report.
 
     Size and steps are chosen so that the demo takes at most `minutes`, by default 5 and no longer than needed. They are
-    recorded in the runs' configs with fixed seeds, so that each run is reproducible. Without a folder, it uses the
+    recorded in the runs' configs with their seeds, so that each run is reproducible. Without a folder, it uses the
     first of runs/demo, runs/demo-2, … that does not exist: nothing is overwritten. `serve` starts a server for the
     model at the end and asks it one question; `keep` leaves it running until Ctrl-C (by default on a terminal).
     """
@@ -67,9 +67,9 @@ def demo(
     console = console or Console()
     clock = _clock(quick, minutes)
     serve = serve and can_serve()
-    stages = Stages(6 + len(LATER) + (not quick) + serve, console=console)
-    plan = None if clock.budget_s is None else _plan(stages, clock, clock.budget_s)
-    size = QUICK if plan is None else plan.size
+    stages = Stages(5 + len(LATER) + (not quick) + serve, console=console)
+    plan = None if clock.budget_s is None else _plan(stages, clock, clock.budget_s, out, seed)
+    size = _placed(QUICK, out, seed) if plan is None else plan.size
     corpus, compressing = _read(stages, size)
     with stages.stage("Train a tokenizer") as stage:
         wanted = replace(size.pretrain().tokenizer, max_mb=size.tokenizer_mb)
@@ -79,23 +79,27 @@ def demo(
         size, base, pace = _pretrain(stage, out / "pretrain", size, plan, clock, corpus, tokenizer)
         bits = _held_out_bits(base, size)
         parameters = count.parameters(base.model.config).total
-        stage.result = f"{parameters / 1e6:.1f} M parameters, {size.pretrain_steps:,} steps, {bits:.3f} bits/byte"
+        changed = "" if plan is None else changed_words(plan.size.pretrain_steps, size.pretrain_steps)
+        stage.result = (
+            f"{parameters / 1e6:.1f} M parameters, {size.pretrain_steps:,} steps{changed}, {bits:.3f} bits/byte"
+        )
+    data = StageData.of(
+        demonstrations=size.demonstrations, pairs=PAIRS, questions=QUESTIONS if plan else size.demonstrations, seed=seed
+    )
+    data.write(size.data)
     later = LaterStages(out, stages, clock, size, pace, corpus, tokenizer)
-    with stages.stage("Evaluate it on held-out files") as stage:
+    with stages.stage("Evaluate it on held-out functions") as stage:
         later.evaluate("pretrain", base, stage)
-    with stages.stage("Answer held-out questions, before fine-tuning") as stage:
-        asked = _questions(ChatCorpus.of(STDLIB, size.functions(), corpus.selection).sharing(corpus), size.questions)
-        before = answers(base.model, tokenizer, asked, size.new_tokens)
-        stage.result = f"{judge_code(before).parse_percent:.0f} % of {len(asked)} answers parse"
     for each in LATER:
         later.train(each)
-    with stages.stage("Compare with gzip and xz, write the report") as stage:
-        after = answers(later.done[-1].trained.model, tokenizer, asked, size.new_tokens)
+    with stages.stage("Compare with gzip, xz and copying, write the report") as stage:
         stock = _stock_compressors(corpus, size) if compressing is None else compressing.result()
         done = Finished(
-            size=later.size, plan=plan, stages=tuple(later.done), bits=bits, stock=stock, asked=asked, before=before,
-            after=after,
+            size=later.size, plan=plan, stages=tuple(later.done), bits=bits, stock=stock,
+            copying={task: data.copying(task, size.compose_items) for task in TASKS},
         )  # fmt: skip
+        last = later.done[-1]
+        suggest(done.model / MODEL, suggested(last.trained.model, tokenizer, last.evaluation.folder))
         page = report(out, done, clock.spent())
         write_record(out, done, clock.spent())
         stage.result = f"gzip {stock.gzip_bits_per_byte:.3f}, xz {stock.xz_bits_per_byte:.3f} bits/byte"
@@ -105,12 +109,16 @@ def demo(
     with ExitStack() as up:
         with stages.stage("Serve it and ask it a question") as stage:
             address = up.enter_context(running_server(done.model))
-            answer = ask(address, str(asked[0].messages[0]["content"]), size.new_tokens)
+            answer = ask(address, str(done.asked[0][1]["messages"][0]["content"]), size.rl_tokens)
             stage.result = f"{address} answered: {' '.join(answer.split())[:60]}"
         print_summary(console, page, out, done, clock.spent())
         if console.is_terminal if keep is None else keep:
             wait_for_interrupt(address, console)
     return page
+
+
+def _placed(size: Demo, out: Path, seed: int) -> Demo:
+    return replace(size, data=out / "data", seed=seed)
 
 
 def _folder(out: Path | None) -> Path:
@@ -131,16 +139,17 @@ def _clock(quick: bool, minutes: float | None) -> Clock:
     return Clock(began=time.monotonic(), budget_s=budget, fill=minutes is not None)
 
 
-def _plan(stages: Stages, clock: Clock, budget_s: float) -> Plan:
+def _plan(stages: Stages, clock: Clock, budget_s: float, out: Path, seed: int) -> Plan:
     """Choose the size, which takes some seconds, and print the plan."""
     device = default_device()
     with stages.stage("Measure this machine") as stage:
         plan = Plan.of(measured((GPU,) if device.type == "cuda" else CPU_SIZES, budget_s, device), budget_s, clock.fill)
         size = plan.size
         stage.result = (
-            f"{size.name} model, {size.pretrain_steps:,} steps; about {duration(plan.seconds)} in all\n  {plan.reason}"
+            f"about {duration(plan.seconds)} in all\n  {size.name} model, steps: pretraining {size.pretrain_steps:,}, "
+            f"SFT {size.sft_steps:,}, DPO {size.dpo_steps:,}, GRPO {size.rl_steps:,}\n  {plan.reason}"
         )
-    return plan
+    return replace(plan, size=_placed(size, out, seed))
 
 
 def _read(stages: Stages, size: Demo) -> tuple[TextCorpus, Future[Compressors] | None]:
@@ -191,24 +200,9 @@ def _pace(begun: Trained, clock: Clock) -> Pace:
     )
 
 
-def _questions(pairs: ChatCorpus, number: int) -> list[Conversation]:
-    """Questions from all held-out files, not only from the first one."""
-    held_out = list(pairs.conversations("validation"))
-    return held_out[:: max(1, len(held_out) // number)][:number]
-
-
-def answers(model: Transformer, tokenizer: BpeTokenizer, asked: Sequence[Conversation], new_tokens: int) -> list[str]:
-    """The model's answer to each question; a question whose prompt leaves no room gets no answer."""
-    encoder, room = ChatEncoder(tokenizer), model.config.max_len - new_tokens
-    prompts = [encoder.prompt(c.messages[:1])[-room:] for c in asked]
-    end = tokenizer.token_id("<|end|>")
-    new = generate(model, prompts, new_tokens, temperature=0.6, top_p=0.95, eos_id=end)
-    return [tokenizer.decode(ids) for ids in new]
-
-
 def _held_out_bits(base: Trained, size: Demo) -> float:
     """Bits per byte over all held-out files."""
-    limit = size.validation_batches if size is QUICK else None
+    limit = size.validation_batches if size.name == QUICK.name else None
     bits = CrossEntropy().evaluate(base.model, base.data.held_out(limit))["val_bits_per_byte"]
     assert bits is not None, "the bytes of text are known"
     return bits

@@ -1,9 +1,9 @@
 """The stages of a demo after pretraining: each starts from the model of the one before, trains as long as the remaining
 time permits, and is evaluated on the same items.
 
-    sft    fine-tuning on docstring → function
-    dpo    preferences: the real function over a broken one
-    grpo   reinforcement: answers that pass the checks of the reward `python`
+    sft    fine-tuning on demonstrations: a question and its function
+    dpo    preferences: the right function over one with a mistake
+    grpo   reinforcement: answers that return the right values when they are run, to questions without an answer
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from bagu.data.chat_corpus import ChatCorpus
-from bagu.data.corpus import STDLIB, TextCorpus
+from bagu.data.corpus import TextCorpus
 from bagu.data.preferences import PreferenceCorpus
 from bagu.data.prompts import PromptCorpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
-from bagu.recipes.demo_eval import Evaluation, eval_words, evaluate_stage
+from bagu.recipes.demo_eval import Evaluation, eval_words, evaluate_stage, learned
 from bagu.recipes.demo_plan import Pace, dpo_steps, rl_steps, sft_steps
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.run import Run
@@ -59,15 +59,15 @@ class Later:
 
 LATER = (
     Later(
-        title="Fine-tune it on docstring → function", folder="sft", name="SFT", steps="sft_steps",
+        title="Fine-tune it on demonstrations", folder="sft", name="SFT", steps="sft_steps",
         run=Demo.sft, corpus=ChatCorpus,
     ),
     Later(
-        title="Prefer real functions to broken ones (DPO)", folder="dpo", name="DPO", steps="dpo_steps",
+        title="Prefer right functions to wrong ones (DPO)", folder="dpo", name="DPO", steps="dpo_steps",
         run=Demo.dpo, corpus=PreferenceCorpus,
     ),
     Later(
-        title="Reinforce answers that pass checks (GRPO)", folder="grpo", name="GRPO", steps="rl_steps",
+        title="Reinforce answers that run rightly (GRPO)", folder="grpo", name="GRPO", steps="rl_steps",
         run=Demo.grpo, corpus=PromptCorpus,
     ),
 )  # fmt: skip
@@ -103,13 +103,19 @@ class LaterStages:
 
     def train(self, later: Later) -> None:
         with self.stages.stage(later.title) as stage:
+            planned = getattr(self.size, later.steps)
             self.size = self._fitted(later)
             run = later.run(self.size, self.done[-1].trained.folder.path)
-            corpus = later.corpus.of(STDLIB, run.sources[STDLIB], run.selection).sharing(self.text)
-            trained = train(run, self.out / later.folder, progress=progress_of(stage, run), corpora={STDLIB: corpus})
+            corpora = {
+                name: later.corpus.of(name, source, run.selection).sharing(self.text)
+                for name, source in run.sources.items()
+            }
+            trained = train(run, self.out / later.folder, progress=progress_of(stage, run), corpora=corpora)
             go_on(trained)
-            stage.result = f"{trained.fit.step:,} steps"
+            stage.result = f"{trained.fit.step:,} steps{changed_words(planned, run.train.steps)}"
             self.evaluate(later.name, trained, stage)
+            said = [] if trained.idle is None else [trained.idle]
+            stage.result += "\n  " + "; ".join([*said, learned(*(d.evaluation for d in self.done[-2:]))])
 
     def _fitted(self, later: Later) -> Demo:
         """The size with the number of steps of this stage that fits the remaining time."""
@@ -129,6 +135,11 @@ class LaterStages:
 
 def progress_of(stage: Stage, run: Run, *, quiet: tuple[str, ...] = ()) -> TrainProgress:
     return stage.training(run.train.steps, formats=run.objective.display().progress, quiet=quiet)
+
+
+def changed_words(planned: int, steps: int) -> str:
+    """What to say of a number of steps that is not the planned one."""
+    return "" if planned == steps else f" (planned {planned:,}; changed to fit the time)"
 
 
 def go_on(run: Trained) -> None:

@@ -31,8 +31,10 @@ from bagu.train.step import step
 
 # Seconds on two Neoverse-N1 cores, the slowest machine tested. The measured time of the first corrects the others.
 PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, tokenise
-ENDING_S = 37.0  # answers before and after, compressors, report, a server that starts
-TASKS_S, WRITE_ITEM_S = 4.0, 0.25  # of an evaluation after one stage: all tasks, and an item of `write` in addition
+ENDING_S = 32.0  # compressors, report, a server that starts
+COMPOSE_S = 6.0  # of an evaluation after one stage: `compose` and `compose_long`
+TASKS_S, WRITE_ITEM_S = 4.0, 0.25  # with the library: its tasks, and an item of `write` in addition
+LIBRARY_S = 600.0  # a demo of this time or more trains on functions of the library too
 EVALUATIONS = 4  # after pretraining, fine-tuning, preferences, reinforcement
 HELD_OUT_TOKENS = 170_000  # of Debian's Python 3.11; known exactly after the text is read
 FEWEST_ITEMS, ALL_ITEMS = 4, 128  # of `write`; the second is more than there are
@@ -94,19 +96,23 @@ def with_steps(size: Demo, steps: int) -> Demo:
 
 def _fitting(rate: Rate, budget_s: float) -> float:
     """The number of pretraining tokens that fit into a demo of `budget_s` seconds."""
-    after_s = _after_s(_with_items(rate.size, budget_s), EVALUATIONS)
+    size = _with_items(rate.size, budget_s)
+    after_s = _after_s(size, EVALUATIONS)
     left = max(0.0, budget_s - PREPARE_S - after_s - _held_out_s(rate.tokens_per_s))
-    return left / ((1 + rate.size.later_share) * OVERHEAD) * rate.tokens_per_s
+    return left / ((1 + size.later_share) * OVERHEAD) * rate.tokens_per_s
 
 
 def _with_items(size: Demo, budget_s: float) -> Demo:
-    """The size with more items of `write` for a longer demo: its interval should be smaller than what is gained."""
-    return replace(size, write_items=max(FEWEST_ITEMS, min(ALL_ITEMS, round(size.write_items * budget_s / 300))))
+    """The size for a demo of this time: a longer one has the tasks of the library, and more items of `write`, whose
+    interval should be smaller than what is gained."""
+    items = max(FEWEST_ITEMS, min(ALL_ITEMS, round(size.write_items * budget_s / 300)))
+    return replace(size, write_items=items, library=size.library or budget_s >= LIBRARY_S)
 
 
 def _after_s(size: Demo, evaluations: int) -> float:
     """The time of what is neither preparation nor training, with this many evaluations, on the slowest machine."""
-    return ENDING_S + evaluations * (TASKS_S + WRITE_ITEM_S * size.write_items)
+    library_s = TASKS_S + WRITE_ITEM_S * size.write_items if size.library else 0.0
+    return ENDING_S + evaluations * (COMPOSE_S + library_s)
 
 
 def _held_out_s(tokens_per_s: float, tokens: int = HELD_OUT_TOKENS) -> float:

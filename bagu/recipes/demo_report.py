@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import rich.box
@@ -11,11 +15,13 @@ import rich.table
 from rich.console import Console
 
 from bagu.data.corpus import STDLIB, TextCorpus
-from bagu.data.source import Conversation
+from bagu.eval.compare import Row, read_side
+from bagu.eval.intervals import Estimate
+from bagu.eval.tasks.compose import COMPOSE, LONG
 from bagu.nn import count
-from bagu.recipes.baselines import CodeSamples, Compressors, judge_code
+from bagu.recipes.baselines import Compressors
 from bagu.recipes.catalogue import recipe
-from bagu.recipes.demo_eval import WRITE, Evaluation, eval_table
+from bagu.recipes.demo_eval import SCALE, Evaluation, eval_table, learned
 from bagu.recipes.demo_later import Done
 from bagu.recipes.demo_plan import Plan
 from bagu.recipes.demo_sizes import Demo
@@ -24,22 +30,21 @@ from bagu.runs.display import Table
 from bagu.runs.progress import duration
 from bagu.train.report import Card, Comparison, ReportData, read_run, write_report
 
-COMPARED = ("before fine-tuning", "after all stages")
+COMPARED = ("after pretraining", "after all stages")
+SHOWN = 6  # questions at the top of the report
+SHOWN_LINES = 9  # of an answer: a model that was not fine-tuned does not stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The results of a demo. `stages` begins with pretraining; `before` are the answers of that model, `after` those of
-    the last one."""
+    """The results of a demo. `stages` begins with pretraining; `copying` has the scores of copied answers by task."""
 
     size: Demo
     plan: Plan | None  # None if the size was given
     stages: tuple[Done, ...]
     bits: float  # bits per byte of all held-out text
     stock: Compressors  # gzip and xz on the same text
-    asked: Sequence[Conversation]
-    before: Sequence[str]
-    after: Sequence[str]
+    copying: Mapping[str, Estimate]
 
     @property
     def base(self) -> Trained:
@@ -51,48 +56,77 @@ class Finished:
         return self.stages[-1].trained.folder.path
 
     @property
+    def asked(self) -> list[tuple[Row, Row]]:
+        """The rows of the first items of `compose`, one of `compose_long` after every two, after pretraining and after
+        the last stage: in their order, and not chosen by how they were answered."""
+        first, last = (read_side(self.evaluations[n].folder) for n in (0, -1))
+        short, long = ([(first[t].rows[i], row) for i, row in last[t].rows.items()] for t in (COMPOSE, LONG))
+        return [pair for at, longer in enumerate(long) for pair in (*short[2 * at : 2 * at + 2], longer)]
+
+    @property
     def evaluations(self) -> tuple[Evaluation, ...]:
         return tuple(stage.evaluation for stage in self.stages)
 
 
-def against_gzip(bits: float, gzip: float) -> str:
-    """Whether the model is better or worse than gzip, and by how much."""
-    share = 100 * (bits / gzip - 1)
-    return f"{abs(share):.0f} % {'below' if share < 0 else 'above'} gzip -9, which needs {gzip:.3f}"
+def against_stock(bits: float, stock: Compressors) -> str:
+    """Whether the model is better or worse than gzip and xz, and by how much."""
+    named = {"gzip -9": stock.gzip_bits_per_byte, "xz -6": stock.xz_bits_per_byte}
+    return ", ".join(
+        f"{abs(100 * (bits / of - 1)):.0f} % {'below' if bits < of else 'above'} {name} ({of:.3f})"
+        for name, of in named.items()
+    )
 
 
 def report(out: Path, done: Finished, seconds: float) -> Path:
     """Write `out`/report.html."""
     base, stock = done.base, done.stock
-    first, last = done.evaluations[0], done.evaluations[-1]
-    facts, judged = base.data.facts[STDLIB], (judge_code(done.before), judge_code(done.after))
+    first, last = done.evaluations[0].score(COMPOSE), done.evaluations[-1].score(COMPOSE)
+    copied, facts = done.copying[COMPOSE].mean, base.data.facts[STDLIB]
     cards = (
-        Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte",
-             note=against_gzip(done.bits, stock.gzip_bits_per_byte)),
+        Card(name="Right functions", value=f"{100 * last.mean:.0f} %",
+             note=f"of {last.items} held-out questions, {SCALE.interval(last)} with 95 %; after pretraining "
+             f"{100 * first.mean:.0f} %, by copying {100 * copied:.0f} %"),
+        Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte", note=against_stock(done.bits, stock)),
         Card(name="Model", value=f"{count.parameters(base.model.config).total / 1e6:.2f} M parameters"),
-        Card(name="Functions that pass", value=f"{100 * last.score(WRITE).mean:.0f} %",
-             note=f"{100 * first.score(WRITE).mean:.0f} % before fine-tuning; names that were never trained on"),
         Card(name="Time", value=duration(seconds), note="all stages"),
     )  # fmt: skip
-    questions = [c.messages[0]["content"] for c in done.asked]
     tables = (
-        _sizes(done.bits, stock, done.size.context), eval_table(done.evaluations), _samples(judged),
-        *_chosen(done, seconds), _data(facts, base), _later_data(done.stages[1:]),
+        eval_table(done.evaluations, done.copying), _learned(done), _sizes(done.bits, stock, done.size.context),
+        *_chosen(done, seconds), _data(facts, base), _later_data(done.stages[1:]), _next(out, done),
     )  # fmt: skip
     data = ReportData(
-        title="bagu demo", subtitle="A language model of the Python standard library, trained on this machine.",
+        title="bagu demo",
+        subtitle="A language model that learned Python from the standard library, and then to write functions from "
+        "words, on this machine. These are the first held-out questions; every answer was run.",
         runs=[read_run(stage.trained.folder, stage.name) for stage in done.stages], cards=cards,
         references={
             "gzip -9": stock.gzip_bits_per_byte, "xz -6": stock.xz_bits_per_byte,
             "xz -6 primed with the training text": stock.primed_xz_bits_per_byte,
         },
-        comparisons=tuple(
-            Comparison(prompt=q, before=b, after=a)
-            for q, b, a in zip(questions[:8], done.before, done.after, strict=False)
-        ),
-        compared=COMPARED, tables=tables,
+        comparisons=[_compared(*rows) for rows in done.asked[:SHOWN]], compared=COMPARED, tables=tables,
     )  # fmt: skip
     return write_report(data, out / "report.html")
+
+
+def _compared(before: Row, after: Row) -> Comparison:
+    answers = (_cut(str(row["answers"][0])) for row in (before, after))
+    verdicts = tuple("right" if row["grades"][0] == 1 else "wrong" for row in (before, after))
+    first, second = answers
+    return Comparison(prompt=after["messages"][0]["content"], before=first, after=second, verdicts=verdicts)
+
+
+def _cut(text: str) -> str:
+    lines = text.strip("\n").split("\n")
+    return "\n".join(lines if len(lines) <= SHOWN_LINES else [*lines[:SHOWN_LINES], "…"])
+
+
+def _learned(done: Finished) -> Table:
+    rows = [(b.name, learned(a.evaluation, b.evaluation)) for a, b in pairwise(done.stages)]
+    return Table(title="What each stage added", columns=("stage", "on compose"), rows=rows)
+
+
+def _next(out: Path, done: Finished) -> Table:
+    return Table(title="What to try next", columns=("to", "run"), rows=next_commands(out, done))
 
 
 def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
@@ -129,17 +163,6 @@ def _sizes(bits: float, stock: Compressors, context: int) -> Table:
     return Table(title="Held-out text, bits per byte", columns=("what", "bits per byte"), rows=rows, note=note)
 
 
-def _samples(judged: Sequence[CodeSamples]) -> Table:
-    rows = [
-        (n, f"{j.parse_percent:.0f} %", f"{j.define_percent:.0f} %", f"{j.mean_characters:.0f}",
-         f"{j.distinct_4gram_percent:.0f} %")
-        for n, j in zip(COMPARED, judged, strict=True)
-    ]  # fmt: skip
-    note = f"{judged[0].count} held-out questions (docstring → function), temperature 0.6, the same for both."
-    columns = ("model", "parse", "define a function", "mean length, characters", "distinct 4-grams")
-    return Table(title="Answers as Python", columns=columns, rows=rows, note=note)
-
-
 def _data(facts: Mapping[str, object], base: Trained) -> Table:
     shown = ("name", "python", "files", "bytes", "sha256", "train_documents", "train_tokens", "validation_documents")
     rows: list[tuple[str, object]] = [(key.replace("_", " "), facts[key]) for key in shown if key in facts]
@@ -156,39 +179,58 @@ def _later_data(stages: Sequence[Done]) -> Table:
     rows = []
     for stage in stages:
         trained = stage.trained
-        size, report = trained.data.sources[STDLIB], trained.data.loader.report(trained.fit.step)
-        epochs = f"{report['sources'][STDLIB]['epochs']:.2f}"
-        rows.append((stage.name, f"{size.documents:,}", f"{size.tokens:,}", epochs))
-    note = "Functions of the training files: chats, pairs of a real and a broken function, prompts."
-    return Table(
-        title="Data of the later stages", columns=("stage", "documents", "tokens", "epochs seen"), rows=rows, note=note
-    )
+        seen = trained.data.loader.report(trained.fit.step)["sources"]
+        for name, size in trained.data.sources.items():
+            epochs = f"{seen[name]['epochs']:.2f}"
+            rows.append((stage.name, name, f"{size.documents:,}", f"{size.tokens:,}", epochs))
+    note = "SFT: chats. DPO: answers, a right and a wrong one for each question. GRPO: questions without answers."
+    columns = ("stage", "source", "documents", "tokens", "epochs seen")
+    return Table(title="Data of the later stages", columns=columns, rows=rows, note=note)
+
+
+def next_commands(out: Path, done: Finished) -> list[tuple[str, str]]:
+    """What to do with the result, as commands that work in the shell that ran the demo."""
+    program, context = _program(), done.size.context
+    fits = "" if context == recipe("small").data.context else f" --set data.context={context}"
+    question = done.asked[0][1]["messages"][0]["content"]
+    return [
+        ("ask it", f'{program} chat {done.model} --prompt "{question}"'),
+        ("chat in the browser, with an OpenAI-compatible API", f"{program} serve {done.model}"),
+        ("score it again, item by item", f"{program} eval {done.model} {COMPOSE} --out {out / 'again'}"),
+        ("train longer", f"{program} demo --minutes 26"),
+        (
+            "pretrain further",
+            f"{program} train --from {out / 'pretrain'} --set train.steps=2000{fits} --out runs/longer",
+        ),
+        ("measure textbook claims", f"{program} lab list"),
+    ]
+
+
+def _program() -> str:
+    """How this process was called: `bagu` if the shell finds it, else its path."""
+    called = Path(sys.argv[0])
+    if called.name != "bagu" or shutil.which("bagu") == str(called):
+        return "bagu" if called.name == "bagu" else f"{sys.executable} -m bagu"
+    here = Path.cwd()
+    return str(called.relative_to(here) if called.is_relative_to(here) else called)
 
 
 def print_summary(console: Console, page: Path, out: Path, done: Finished, seconds: float) -> None:
     """Print the scores of all stages, the result in one line, and the next commands to try."""
-    bits, stock = done.bits, done.stock
-    console.print(terminal_table(eval_table(done.evaluations)))
-    verdict = "beats" if bits < stock.gzip_bits_per_byte else "does not beat"
-    console.print(
-        f"\nThe model {verdict} gzip on held-out files: {bits:.3f} against {stock.gzip_bits_per_byte:.3f} bits/byte "
-        f"(xz {stock.xz_bits_per_byte:.3f}, primed {stock.primed_xz_bits_per_byte:.3f}). {duration(seconds)} in all.",
-        highlight=False,
-        soft_wrap=True,
+    console.print(terminal_table(eval_table(done.evaluations, done.copying)))
+    first, last = (done.evaluations[n].score(COMPOSE) for n in (0, -1))
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    copied = SCALE.score(done.copying[COMPOSE])
+    say(
+        f"\nOf {last.items} held-out functions it writes {SCALE.score_and_interval(last)} rightly; after pretraining "
+        f"it wrote {SCALE.score(first)}, and copying the nearest demonstration gives {copied}."
     )
-    console.print(f"Report: {page}", highlight=False, soft_wrap=True)
-    context = done.size.context
-    fits = "" if context == recipe("small").data.context else f" --set data.context={context}"
-    console.print(
-        "Go on:\n"
-        f"  bagu train --from {out / 'pretrain'} --set train.steps=2000{fits} --out runs/longer\n"
-        f"  bagu serve {done.model}        # an OpenAI-compatible API, and a chat page\n"
-        f"  bagu train --recipe grpo --from {done.model} --reward my_file.py:score{fits} --out runs/mine-rl\n"
-        "  bagu train my_text.txt --out runs/mine     # any file or folder of text, JSON lines, Parquet\n"
-        "  bagu lab list                              # textbook claims, measured",
-        highlight=False,
-        soft_wrap=True,
+    say(
+        f"Held-out text: {done.bits:.3f} bits/byte, {against_stock(done.bits, done.stock)}. {duration(seconds)} in all."
     )
+    say(f"Report: {page}\nGo on:")
+    for purpose, command in next_commands(out, done):
+        say(f"  {command}    # {purpose}")
 
 
 def terminal_table(table: Table) -> rich.table.Table:

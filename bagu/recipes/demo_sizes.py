@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bagu.data.corpus import STDLIB, SourceConfig
 from bagu.data.loader import DataConfig
+from bagu.data.mix import MixConfig
 from bagu.nn.config import ModelConfig
 from bagu.recipes.run import Run, TokenizerConfig
 from bagu.train.objectives.sft import SupervisedFineTuning
@@ -19,11 +20,13 @@ from bagu.train.state import TrainConfig
 
 COOLDOWN = 0.5  # the last half of pretraining
 DPO_COST = 4 / 3  # of a pretraining step: a forward of the reference is added to forward and backward
+EVALUATED = 6  # times in a run, so that its curves of held-out data have as many points
+COMPOSED = "composed"  # the name of the source of composed functions
 # Of the answers to `write` after 430 steps of fine-tuning, 1.9 % passed with functions of up to 512 bytes, 4.7 % with 3
 # renamed copies of each, 5.3 % with 256 bytes and 3 copies, 6.4 % with 7 copies, and 13.6 % after 860 steps (the large
 # size after 8 M tokens of pretraining, on an H200; one run each).
 FUNCTION_BYTES = 256
-RL_SHARE = 0.2  # of the time of pretraining
+LIBRARY_ROWS = 3.0  # rows of functions of the library for each of composed ones, in fine-tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,10 @@ class Demo:
 
     `priming_bytes` limits the text that xz is primed with, because xz is slow. A step of reinforcement samples
     `rl_samples` answers of at most `rl_tokens` tokens to each of `rl_prompts` prompts.
+
+    With `library`, the later stages train on functions of the standard library too, which a model learns in a quarter
+    of an hour on two fast cores, and the tasks of the library are evaluated. `data` is the folder of the composed
+    functions (demo_data.py): `demonstrations` of them are fine-tuned on.
     """
 
     name: str
@@ -48,9 +55,8 @@ class Demo:
     rl_prompts: int
     rl_samples: int
     rl_tokens: int
-    questions: int
-    new_tokens: int
-    eval_items: int  # per task, but for `write`
+    eval_items: int  # per task of the library, but for `write`
+    compose_items: int | None = None  # of `compose` and of `compose_long`; None: all of them
     write_items: int  # four answers each
     tokenizer_mb: float
     validation_batches: int
@@ -58,6 +64,10 @@ class Demo:
     enough_tokens: int = 0
     renamed: int  # copies of each function under random names in fine-tuning, about as many as there is time to read
     function_bytes: int = FUNCTION_BYTES  # of the largest function that is trained on
+    library: bool = False
+    demonstrations: int = 300
+    data: Path = Path("data")
+    seed: int = 0  # of the first weights and of the composed functions
 
     @property
     def tokens_per_step(self) -> int:
@@ -72,7 +82,12 @@ class Demo:
     @property
     def later_share(self) -> float:
         """The time of all later stages of training relative to pretraining."""
-        return self.sft_share + self.dpo_share + RL_SHARE
+        return self.sft_share + self.dpo_share + self.rl_share
+
+    @property
+    def rl_share(self) -> float:
+        """The time of reinforcement relative to pretraining. Functions of the library need much pretraining."""
+        return 0.25 if self.library else 0.6
 
     @property
     def sft_share(self) -> float:
@@ -96,7 +111,8 @@ class Demo:
             model=self.model(), tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
             data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
             train=TrainConfig(
-                steps=n, eval_every=max(n // 4, 1), sample_every=max(n // 3, 1), save_every=max(n // 3, 1),
+                seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), sample_every=max(n // 3, 1),
+                save_every=max(n // 3, 1),
                 optimizer=OptimizerConfig(kind="muon", lr=self.lr),
                 schedule=ScheduleConfig(kind="wsd", warmup_steps=max(n // 20, 1), decay_share=COOLDOWN),
             ),
@@ -104,14 +120,15 @@ class Demo:
 
     def sft(self, base: Path) -> Run:
         n = self.sft_steps
+        sources = self._sources("sft", renamed=self.renamed)
+        shares = MixConfig(weights={COMPOSED: 1.0, STDLIB: LIBRARY_ROWS}) if self.library else MixConfig()
         return Run(
-            objective=SupervisedFineTuning(), init_from=str(base),
-            sources={STDLIB: replace(self.functions(), renamed=self.renamed)},
-            data=DataConfig(context=self.context, rows=self.later_rows, packing="whole"),
+            objective=SupervisedFineTuning(), init_from=str(base), sources=sources,
+            data=DataConfig(context=self.context, rows=self.later_rows, packing="whole", mix=shares),
             eval_batches=self.validation_batches,
             train=TrainConfig(
-                steps=n, eval_every=max(n // 3, 1), save_every=n,
-                optimizer=OptimizerConfig(kind="muon", lr=0.003),
+                seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), save_every=n,
+                optimizer=OptimizerConfig(kind="muon", lr=0.003 if self.library else self.lr),
                 schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 20, 1)),
             ),
         )  # fmt: skip
@@ -120,10 +137,10 @@ class Demo:
         n = self.dpo_steps
         return Run(
             objective=PreferenceOptimization(reference="live"),  # a demo makes too few steps for a cache to pay
-            init_from=str(base), sources={STDLIB: self.functions()},
+            init_from=str(base), sources=self._sources("dpo"),
             data=DataConfig(context=self.context, rows=self.later_rows), eval_batches=self.validation_batches,
             train=TrainConfig(
-                steps=n, eval_every=max(n // 2, 1), save_every=n,
+                seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), save_every=n,
                 optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
                 schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 10, 1)),
             ),
@@ -135,15 +152,19 @@ class Demo:
             objective=GroupRelative(
                 reward="python", prompts=self.rl_prompts, samples=self.rl_samples, max_tokens=self.rl_tokens
             ),
-            init_from=str(base), sources={STDLIB: self.functions()},
+            init_from=str(base), sources=self._sources("grpo"),
             data=DataConfig(context=self.context, rows=self.rows), eval_batches=1,
             train=TrainConfig(
-                steps=n, sample_every=max(n // 3, 1), save_every=n,
+                seed=self.seed, steps=n, sample_every=max(n // 3, 1), save_every=n,
                 optimizer=OptimizerConfig(kind="adamw", lr=3e-4, weight_decay=0.0),
                 schedule=ScheduleConfig(kind="constant", warmup_steps=1),
                 stability=StabilityConfig(spike_threshold=None),  # a policy loss is near 0, and a spike means nothing
             ),
         )  # fmt: skip
+
+    def _sources(self, stage: str, renamed: int = 0) -> dict[str, SourceConfig]:
+        composed = {COMPOSED: SourceConfig(path=str(self.data / f"{stage}.jsonl"))}
+        return {**composed, STDLIB: replace(self.functions(), renamed=renamed)} if self.library else composed
 
     def functions(self) -> SourceConfig:
         """The functions of the library that the later stages use."""
@@ -152,9 +173,8 @@ class Demo:
 
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
-    sft_steps=140, renamed=7, dpo_steps=8, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, questions=32,
-    new_tokens=120, eval_items=128, write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None,
-    enough_tokens=700_000,
+    sft_steps=140, renamed=7, dpo_steps=8, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, eval_items=128,
+    write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None, enough_tokens=700_000,
 )  # fmt: skip
 MEDIUM = replace(
     LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=200, renamed=3,
@@ -164,26 +184,33 @@ MEDIUM = replace(
 # for 57 % of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048
 # tokens.
 SMALL = replace(
-    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=400, renamed=1,
-    dpo_steps=40, rl_prompts=8, tokenizer_mb=4, questions=16, new_tokens=80, eval_items=64, write_items=24,
+    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=320, renamed=1,
+    dpo_steps=80, rl_steps=60, rl_prompts=8, rl_tokens=80, tokenizer_mb=4, eval_items=64, write_items=24,
     enough_tokens=40_960,
 )  # fmt: skip
 # For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.
 TINY = replace(
-    SMALL, name="tiny", hidden_size=64, vocab_size=1024, context=128, rl_prompts=4, rl_samples=4, rl_tokens=48,
-    tokenizer_mb=1, questions=4, new_tokens=24, eval_items=16, write_items=4, validation_batches=4,
-    priming_bytes=1_000_000, enough_tokens=0,
+    SMALL, name="tiny", hidden_size=64, vocab_size=1024, rows=2, rl_prompts=4, rl_samples=4,
+    tokenizer_mb=1, eval_items=16, write_items=4, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
 # A step of 16384 tokens takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are Muon, whose time does not
 # depend on the number of tokens. 2,400 steps of 8192 are about 6 epochs of the library, and 860 of fine-tuning about 2
 # of its functions and their copies.
 GPU = replace(
-    LARGE, rows=32, pretrain_steps=2400, sft_steps=860, dpo_steps=100, rl_steps=100, rl_prompts=32, write_items=128
+    LARGE,
+    rows=32,
+    pretrain_steps=2400,
+    sft_steps=860,
+    dpo_steps=100,
+    rl_steps=100,
+    rl_prompts=32,
+    write_items=128,
+    library=True,
 )
 QUICK = Demo(
-    name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=128, rows=8, lr=0.007, pretrain_steps=12,
-    sft_steps=6, renamed=1, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, questions=4,
-    new_tokens=24, eval_items=8, write_items=4, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000,
-    function_bytes=80,
+    name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=256, rows=4, lr=0.007, pretrain_steps=12,
+    sft_steps=6, renamed=1, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, eval_items=8,
+    write_items=4, compose_items=8, tokenizer_mb=1, validation_batches=4, priming_bytes=1_000_000, function_bytes=80,
+    library=True, demonstrations=100,
 )  # fmt: skip

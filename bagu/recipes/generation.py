@@ -9,9 +9,12 @@ assistant's turn too: other programs stop at the tokens in these files and do no
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bagu.config import write_atomic
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.hub import WeightsError, read_json
 from bagu.serve.config import GenerationDefaults
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from bagu.data.tokenizer import BpeTokenizer
 
 GENERATION_CONFIG = "generation_config.json"
+SUGGESTED = "suggested_prompts"  # a key of our own: what the chat page offers
 SAMPLING = {  # name in generation_config.json -> name in bagu
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
@@ -50,10 +54,11 @@ def read_generation(folder: Path) -> GenerationDefaults:
     source = said if "eos_token_id" in said or not config.is_file() else read_json(config)
     ends = source.get("eos_token_id")
     found = {ours: said[theirs] for theirs, ours in SAMPLING.items() if said.get(theirs) is not None}
+    prompts = tuple(map(str, said.get(SUGGESTED) or ()))
     if found.get("top_k") == 0:  # 0 means "all" in transformers
         del found["top_k"]
     try:
-        return GenerationDefaults(eos_ids=_ids(ends, folder), **found)
+        return GenerationDefaults(eos_ids=_ids(ends, folder), suggested_prompts=prompts, **found)
     except ArgumentError as error:
         raise WeightsError(f"{folder / GENERATION_CONFIG}: {error}", hint=error.hint) from error
 
@@ -64,6 +69,7 @@ def written_settings(tokenizer: BpeTokenizer, start: Path | None) -> tuple[dict[
     from bagu.data.chat import turn_ends  # imports numpy, which the process of a server does without
 
     said = {} if start is None else _read(start / GENERATION_CONFIG)
+    said.pop(SUGGESTED, None)  # they are checked for the model that they are written for
     config = {} if start is None else _read(start / "config.json")
     named = {f"{name}_token_id": tokenizer.token_id(tokenizer.named[f"{name}_token"])
              for name in ("bos", "pad") if f"{name}_token" in tokenizer.named}  # fmt: skip
@@ -74,6 +80,12 @@ def written_settings(tokenizer: BpeTokenizer, start: Path | None) -> tuple[dict[
     ends = list(dict.fromkeys([*turn_ends(tokenizer), *known, tokenizer.eos_id]))
     ids: dict[str, Any] = {**named, **kept, "eos_token_id": ends[0] if len(ends) == 1 else ends}
     return ids, {**said, **ids, "pad_token_id": ids.get("pad_token_id", tokenizer.eos_id)}
+
+
+def suggest(folder: Path, prompts: Sequence[str]) -> None:
+    """Let the model in `folder` answer without sampling, and the chat page offer these prompts."""
+    file = folder / GENERATION_CONFIG
+    write_atomic(file, json.dumps({**_read(file), "temperature": 0.0, SUGGESTED: list(prompts)}, indent=2) + "\n")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ class DemoOptions:
     out: Annotated[Path | None, Option("A new or empty folder. Default: runs/demo, runs/demo-2, …")] = None
     quick: Annotated[bool, Option("Run every stage at a small size, in under a minute.", flags=("--quick",))] = False
     minutes: Annotated[float | None, Option("Time budget; sets model size and steps. Default: at most 5.")] = None
+    seed: Annotated[int, Option("Of the first weights and of the training questions.")] = 0
     serve: Annotated[bool, Option("Serve the model at the end and send it one question.")] = True
 
 

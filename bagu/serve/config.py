@@ -62,6 +62,7 @@ class GenerationDefaults(SamplingDefaults):
     """The defaults in the model's generation_config.json."""
 
     eos_ids: tuple[int, ...] = ()  # end-of-text tokens in addition to the tokenizer's
+    suggested_prompts: tuple[str, ...] = ()  # that the chat page offers
 
     @property
     def effective(self) -> dict[str, Any]:

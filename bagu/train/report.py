@@ -41,11 +41,12 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The model's text for one prompt, before and after training."""
+    """The model's text for one prompt, before and after training; `verdicts` are on the two texts, if known."""
 
     prompt: str
     before: str
     after: str
+    verdicts: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +242,17 @@ def _comparisons(data: ReportData) -> str:
     if not pairs:
         return ""
 
-    def side(name: str, words: str) -> str:
-        return f'<div><p class="label">{text(name)}</p><pre>{text(words)}</pre></div>'
+    def side(name: str, words: str, verdict: str) -> str:
+        label = text(": ".join(filter(None, (name, verdict))))
+        return f'<div class="{text(verdict)}"><p class="label">{label}</p><pre>{text(words)}</pre></div>'
 
     cards = [
         '<div class="card">'
         + (f'<p class="label">prompt</p><pre class="prompt">{text(pair.prompt)}</pre>' if pair.prompt else "")
-        + f'<div class="pair">{side(names[0], pair.before)}{side(names[1], pair.after)}</div></div>'
+        + '<div class="pair">'
+        + side(names[0], pair.before, pair.verdicts[0])
+        + side(names[1], pair.after, pair.verdicts[1])
+        + "</div></div>"
         for pair in pairs
     ]
     return f"<section><h2>What it writes</h2>{''.join(cards)}</section>\n"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bagu.recipes.baselines import compressors, judge_code
+from bagu.recipes.baselines import compressors
 
 
 def test_priming_pays_for_text_that_was_seen_and_not_for_noise() -> None:
@@ -22,11 +22,3 @@ def test_priming_pays_for_text_that_was_seen_and_not_for_noise() -> None:
 def test_no_held_out_text_is_an_error() -> None:
     with pytest.raises(ValueError, match="held-out"):
         compressors(["text"], [])
-
-
-def test_samples_are_judged_by_parser_length_and_variety() -> None:
-    good = judge_code(["def f(x):\n    return x + 1", "y = [i for i in range(3) if i]"])
-    assert (good.parse_percent, good.define_percent) == (100, 50)
-    bad = judge_code(["def f(:", "", "# only a comment", "a b c d " * 20])
-    assert bad.parse_percent == 0 and bad.distinct_4gram_percent < 10
-    assert judge_code([]).parse_percent == 0

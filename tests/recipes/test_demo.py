@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -23,6 +24,7 @@ from bagu.runs.record import read_rows
 from tests.fresh_cache import fresh_cache
 
 STAGES = ("pretrain", "SFT", "DPO", "GRPO")
+TASKS = ("compose", "compose_long", "continue4", "signature", "write")
 # Every eighth module of the library: reading and tokenizing all of it would take half of the time.
 # The last line says whether the compiler was imported: that takes 1.6 s, and nothing in the demo is compiled.
 NO_NETWORK = """
@@ -55,25 +57,45 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]) -> None:
     out, said = finished
-    assert str(out / "report.html") in said and "bagu train --from" in said
-    again = [line for line in said.splitlines() if "bagu train" in line and str(out) in line]
-    assert len(again) == 2 and all("--set data.context=128" in line for line in again), "the recipes have 256"
-    assert said.count("✓") == 10, said
+    assert str(out / "report.html") in said
+    again = [line for line in said.splitlines() if "bagu train --from" in line and str(out) in line]
+    assert len(again) == 1 and "data.context" not in again[0], "the recipe has the same context"
+    assert said.count("✓") == 9, said
     assert " answered: " in said and "bagu serve" in said
+    for stage in STAGES[1:]:  # each says what it learned, also if that is nothing
+        assert any(stage in line for line in said.splitlines())
+    assert len(re.findall(r"^  .*(it learned|it got worse|too few items)", said, re.M)) == 3, said
+
+
+def test_the_commands_at_the_end_work_as_printed(finished: tuple[Path, str]) -> None:
+    said = finished[1].split("Go on:\n")[1]
+    ask = next(line for line in said.splitlines() if " chat " in line)
+    run = subprocess.run(ask, shell=True, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0 and "no model" not in run.stderr, run.stderr
     assert said.splitlines()[-1] == "compiler False"
 
 
 def test_the_report_has_the_baselines_and_both_samples(finished: tuple[Path, str]) -> None:
     page = (finished[0] / "report.html").read_text(encoding="utf-8")
-    for part in ("gzip -9", "primed", "before fine-tuning", "after all stages", "parse", "distinct 4-grams", "sha256"):
-        assert part in page, part
+    shown = page.split("<main>")[1]
+    for part in ("gzip -9", "xz -6", "primed", "after pretraining: ", "after all stages: ", "copying", "sha256"):
+        assert part in shown, part
+    assert shown.index("Write a function ") < shown.index("<svg"), "what it can do now comes first"
+    assert "`" not in re.sub(r"<pre.*?</pre>", "", shown, flags=re.S), "no raw backticks"
+    for title in ("What each stage added", "What to try next"):
+        assert title in page
+
+
+def test_the_chat_page_offers_only_prompts_that_were_answered_rightly(finished: tuple[Path, str]) -> None:
+    said = json.loads((finished[0] / "grpo" / "model" / "generation_config.json").read_text())
+    assert said["temperature"] == 0 and isinstance(said["suggested_prompts"], list)  # a quick demo has learned none
 
 
 def test_the_scores_after_each_stage_are_in_the_terminal_and_in_the_report(finished: tuple[Path, str]) -> None:
     out, said = finished
     page = (out / "report.html").read_text(encoding="utf-8")
     for stage, folder in zip(STAGES, ("pretrain", "sft", "dpo", "grpo"), strict=True):
-        for task in ("continue4", "signature", "write"):
+        for task in TASKS:
             result = json.loads((out / "eval" / folder / task / "result.json").read_text())
             score = next(iter(result["metrics"].values()))
             words = f"{100 * score['mean']:.0f} %"
@@ -86,7 +108,7 @@ def test_the_scores_after_each_stage_are_in_the_terminal_and_in_the_report(finis
 
 def test_the_record_has_the_scores_of_every_stage(finished: tuple[Path, str]) -> None:
     rows = read_rows(finished[0] / "record.jsonl")
-    assert {(r["stage"], r["task"]) for r in rows} == set(product(STAGES, ("continue4", "signature", "write")))
+    assert {(r["stage"], r["task"]) for r in rows} == set(product(STAGES, TASKS))
     for row in rows:
         result = json.loads((finished[0] / "eval" / row["stage"].lower() / row["task"] / "result.json").read_text())
         assert row["score"] == next(iter(result["metrics"].values()))["mean"]
@@ -103,7 +125,8 @@ def test_every_run_is_whole_and_its_model_loads(finished: tuple[Path, str]) -> N
         held_out = [row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row]
         assert held_out[-1] < held_out[0] if name in ("pretrain", "sft") else not held_out
         assert load_model(folder.path).config.vocab_size == QUICK.vocab_size
-        assert json.loads((folder.path / "data.json").read_text())["sources"]["stdlib"]["sha256"]
+        sources = json.loads((folder.path / "data.json").read_text())["sources"]
+        assert sources["stdlib"]["sha256"] and ("composed" in sources) == (name != "pretrain")
 
 
 def test_transformers_reads_the_result(finished: tuple[Path, str]) -> None:
@@ -133,7 +156,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_table_of_scores_fits_in_80_columns() -> None:
     columns = ("task (items)", "after", "score", "change", "p", "different")
-    longest = ("continue4 (128)", "pretrain", "100 % (100 to 100)", "+100 (+99 to +100)", "0.0002", "100 %")
+    longest = ("compose_long (80)", "pretrain", "100 % (100 to 100)", "+100 (+99 to +100)", "0.0002", "100 %")
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(terminal_table(Table(title="Tasks", columns=columns, rows=[longest])))
     text = console.export_text()

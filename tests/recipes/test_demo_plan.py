@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.recipes.baselines import Compressors
 from bagu.recipes.demo import _clock
 from bagu.recipes.demo_plan import EVALUATIONS, Pace, Plan, Rate, dpo_steps, measured, revised, rl_steps, sft_steps
-from bagu.recipes.demo_report import against_gzip
-from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, RL_SHARE, Demo
+from bagu.recipes.demo_report import against_stock
+from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
 from bagu.train.schedule import factor
 
 LARGE, MEDIUM, SMALL, TINY = CPU_SIZES
@@ -137,7 +138,7 @@ def test_reinforcement_follows_the_time_of_an_answer() -> None:
     steps = [rl_steps(size, at, answer_s) for answer_s in (0.001, 0.01, 0.1, 10.0)]
     assert steps[0] == size.rl_steps > steps[2] > steps[3] == 2 and steps == sorted(steps, reverse=True)
     assert rl_steps(size, replace(at, left_s=-10.0), 0.01) == 2
-    assert size.later_share == pytest.approx(140 / 300 + 4 / 3 * 8 / 300 + RL_SHARE)
+    assert size.later_share == pytest.approx(140 / 300 + 4 / 3 * 8 / 300 + size.rl_share)
 
 
 def test_a_longer_demo_has_smaller_intervals() -> None:
@@ -156,9 +157,11 @@ def test_the_first_steps_are_those_of_a_run_of_the_new_length(size: Demo, grows:
         assert factor(config.schedule, step, config.steps) == factor(config.schedule, step, new)
 
 
-def test_the_tile_says_which_side_of_gzip_the_model_is_on() -> None:
-    assert against_gzip(1.5, 2.0) == "25 % below gzip -9, which needs 2.000"
-    assert against_gzip(3.5, 2.0) == "75 % above gzip -9, which needs 2.000"
+def test_the_tile_says_on_which_side_of_each_compressor_the_model_is() -> None:
+    stock = Compressors(
+        gzip_bits_per_byte=2.0, xz_bits_per_byte=1.2, primed_xz_bits_per_byte=1.0, held_out_bytes=1, priming_bytes=1
+    )
+    assert against_stock(1.5, stock) == "25 % below gzip -9 (2.000), 25 % above xz -6 (1.200)"
 
 
 def test_minutes_that_make_no_sense_are_refused() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from bagu.errors import UnknownName
 from bagu.eval.task import Task
 from bagu.eval.tasks.complete import complete
+from bagu.eval.tasks.compose import COMPOSE, LONG, compose
 from bagu.eval.tasks.continue4 import continue4
 from bagu.eval.tasks.library import library_loss
 from bagu.eval.tasks.recall import recall
@@ -22,6 +23,8 @@ TASKS: dict[str, Callable[[int], Task]] = {  # each takes the model's longest se
     "signature": signature,
     "complete": complete,
     "write": write,
+    COMPOSE: compose,
+    LONG: lambda max_len: compose(max_len, LONG),
     "recall": recall,
     "safety": lambda max_len: safety(),
 }

@@ -182,4 +182,5 @@ def model_entry(ready: Ready | None, generation: GenerationDefaults) -> dict[str
     known: dict[str, Any] = {} if ready is None else {"max_model_len": ready.max_model_len}
     if ready is None or ready.generates:
         known["default_sampling"] = generation.effective
+        known["suggested_prompts"] = list(generation.suggested_prompts)
     return known

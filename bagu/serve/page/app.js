@@ -118,7 +118,7 @@ function listen() {
   click("stop", stop);
   click("new", newChat);
   click("help", () => $("shortcuts").showModal());
-  click("examples", (event) => event.target.dataset.t && send(event.target.textContent));
+  click("examples", (event) => event.target.matches("button") && send(event.target.textContent));
   click("probabilities", () => (change({ probabilities: !look.probabilities }), applyLook()));
   click("language", () => (change({ language: document.documentElement.lang === "zh" ? "en" : "zh" }), applyLook()));
   click("theme", () => {

@@ -1,6 +1,7 @@
 // The models of the server: which one answers, and which two if answers are compared side by side.
 
 import * as client from "./client.js";
+import { el } from "./dom.js";
 import { refresh } from "./render.js";
 import { change, look } from "./shell.js";
 import { state } from "./state.js";
@@ -49,12 +50,19 @@ function showPickers() {
   $("compare").setAttribute("aria-pressed", look.compare);
 }
 
+/** The prompts that the model's files suggest replace the page's own examples. */
+function showSuggestions() {
+  const prompts = currentModel()?.suggested_prompts ?? [];
+  if (prompts.length) $("examples").replaceChildren(...prompts.map((text) => el("button", { type: "button" }, text)));
+}
+
 export async function findModels() {
   const banner = $("banner");
   try {
     state.models = await client.models(loadKey());
     banner.hidden = true;
     showPickers();
+    showSuggestions();
     changed();
     refresh();
   } catch (error) {

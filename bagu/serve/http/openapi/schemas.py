@@ -229,6 +229,7 @@ class Model(Schema):
     parent: str | None = None  # of a LoRA adapter: the base model
     max_model_len: int = 0  # only after the model is loaded
     default_sampling: DefaultSampling | None = None  # None for an encoder
+    suggested_prompts: list[str] = []  # of generation_config.json, for the chat page
 
 
 class ModelList(Schema):
