@@ -113,14 +113,17 @@ class Composed:
     @property
     def question(self) -> str:
         """A space stands before the name, as after `def`, so that question and answer have the same tokens for it."""
-        words = (VERBS[self.argument][v].words.format(n=n) for v, n in zip(self.verbs, self.constants, strict=True))
-        return f"Write a function {self.name}({self.argument}): {', then '.join(words)}."
+        return f"Write a function {self.name}({self.argument}): {', then '.join(self._filled('words'))}."
 
     @property
     def answer(self) -> str:
-        lines = [VERBS[self.argument][v].line.format(n=n) for v, n in zip(self.verbs, self.constants, strict=True)]
-        body = "".join(f"    {line}\n" for line in (*lines, f"return {self.argument}"))
-        return f"def {self.name}({self.argument}):\n{body}".rstrip()
+        body = "".join(f"    {line}\n" for line in self._filled("line"))
+        return f"def {self.name}({self.argument}):\n{body}    return {self.argument}"
+
+    def _filled(self, field: str) -> list[str]:
+        """The words or the lines of the verbs, with their constants."""
+        verbs = VERBS[self.argument]
+        return [getattr(verbs[v], field).format(n=n) for v, n in zip(self.verbs, self.constants, strict=True)]
 
     @property
     def calls(self) -> list[list[Any]]:
@@ -187,6 +190,11 @@ def training(number: int, lengths: Sequence[int], *, seed: str) -> list[Composed
         if trains(item.composition):
             found.append(item)
     return found
+
+
+def careless(item: Composed) -> Composed:
+    """The same function without its last step."""
+    return replace(item, verbs=item.verbs[:-1], constants=item.constants[:-1])
 
 
 def broken(item: Composed, *, seed: str) -> Composed:

@@ -1,23 +1,28 @@
 """The data of a demo's later stages as files in its folder, so that each of its runs can be read, resumed and repeated.
 
-sft.jsonl       demonstrations: the question and the code
+sft.jsonl       demonstrations: the question and the code; a third of them are careless and leave out the last step
 dpo.jsonl       pairs: the code, and the same with one mistake that running it shows
 grpo.jsonl      questions with the results that an answer must return, and no code to learn from
+
+Fine-tuning copies the carelessness with the skill, on any machine and however long it takes. What tells the two apart
+is in the later stages alone: preferences, and whether the code runs rightly.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bagu.data.composed import Composed, broken, held_out, nearest, training
+from bagu.data.composed import Composed, broken, careless, held_out, nearest, training
 from bagu.eval.intervals import Estimate, estimate
 from bagu.eval.tasks import built_in
 from bagu.eval.tasks.compose import of_length
 from bagu.runs.record import append_rows
 
+CARELESS = 1 / 3  # of the demonstrations with several verbs
 LENGTHS = {"sft": (1, 2, 3, 2, 3, 3), "dpo": (2, 3), "grpo": (2, 3)}  # numbers of verbs, in turn
 
 
@@ -36,10 +41,13 @@ class StageData:
 
     def write(self, folder: Path) -> None:
         rows: dict[str, Iterable[dict[str, Any]]] = {
-            "sft": ({"prompt": i.question, "completion": i.answer} for i in self.sft),
+            "sft": (
+                {"prompt": i.question, "completion": careless(i).answer if _by_chance(i, CARELESS) else i.answer}
+                for i in self.sft
+            ),
             "dpo": (
                 {"prompt": i.question, "chosen": i.answer, "rejected": worse.answer}
-                for i, worse in ((i, broken(i, seed="dpo")) for i in self.dpo)
+                for i, worse in ((i, careless(i) if _by_chance(i, 0.5) else broken(i, seed="dpo")) for i in self.dpo)
                 if worse.calls != i.calls  # a mistake may not matter: reversing a text, then writing it in upper case
             ),
             "grpo": ({"prompt": i.question, **i.facts} for i in self.grpo),
@@ -57,3 +65,7 @@ class StageData:
         assert found.grade is not None
         grades = found.grade(list(found.items())[: len(asked)], copied)
         return estimate([grade for (grade,) in grades], [item.question for item in asked])
+
+
+def _by_chance(item: Composed, share: float) -> bool:
+    return len(item.verbs) > 1 and random.Random(item.question).random() < share

@@ -228,6 +228,7 @@ def print_summary(console: Console, page: Path, out: Path, done: Finished, secon
     say(
         f"Held-out text: {done.bits:.3f} bits/byte, {against_stock(done.bits, done.stock)}. {duration(seconds)} in all."
     )
+    say(f"From SFT to GRPO: {learned(done.evaluations[1], done.evaluations[-1])}.")
     say(f"Report: {page}\nGo on:")
     for purpose, command in next_commands(out, done):
         say(f"  {command}    # {purpose}")

@@ -65,7 +65,7 @@ class Demo:
     renamed: int  # copies of each function under random names in fine-tuning, about as many as there is time to read
     function_bytes: int = FUNCTION_BYTES  # of the largest function that is trained on
     library: bool = False
-    demonstrations: int = 300
+    demonstrations: int = 2000
     data: Path = Path("data")
     seed: int = 0  # of the first weights and of the composed functions
 
@@ -87,7 +87,7 @@ class Demo:
     @property
     def rl_share(self) -> float:
         """The time of reinforcement relative to pretraining. Functions of the library need much pretraining."""
-        return 0.25 if self.library else 0.6
+        return 0.25 if self.library else 0.5
 
     @property
     def sft_share(self) -> float:
@@ -173,7 +173,7 @@ class Demo:
 
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
-    sft_steps=140, renamed=7, dpo_steps=8, rl_steps=40, rl_prompts=16, rl_samples=8, rl_tokens=96, eval_items=128,
+    sft_steps=140, renamed=7, dpo_steps=12, rl_steps=60, rl_prompts=16, rl_samples=8, rl_tokens=96, eval_items=128,
     write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None, enough_tokens=700_000,
 )  # fmt: skip
 MEDIUM = replace(
@@ -184,30 +184,23 @@ MEDIUM = replace(
 # for 57 % of the CPU time. Runs of 40 steps ended at 2.565 bits per byte, and at 2.692 with three layers and 2,048
 # tokens.
 SMALL = replace(
-    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=320, renamed=1,
-    dpo_steps=80, rl_steps=60, rl_prompts=8, rl_tokens=80, tokenizer_mb=4, eval_items=64, write_items=24,
+    MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=720, renamed=1,
+    dpo_steps=60, rl_steps=160, rl_samples=4, rl_tokens=80, tokenizer_mb=4, eval_items=64, write_items=24,
     enough_tokens=40_960,
 )  # fmt: skip
 # For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.
 TINY = replace(
-    SMALL, name="tiny", hidden_size=64, vocab_size=1024, rows=2, rl_prompts=4, rl_samples=4,
-    tokenizer_mb=1, eval_items=16, write_items=4, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
+    SMALL, name="tiny", hidden_size=64, vocab_size=1024, rows=2, rl_prompts=4, tokenizer_mb=1, eval_items=16,
+    write_items=4, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
 # A step of 16384 tokens takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are Muon, whose time does not
 # depend on the number of tokens. 2,400 steps of 8192 are about 6 epochs of the library, and 860 of fine-tuning about 2
 # of its functions and their copies.
 GPU = replace(
-    LARGE,
-    rows=32,
-    pretrain_steps=2400,
-    sft_steps=860,
-    dpo_steps=100,
-    rl_steps=100,
-    rl_prompts=32,
-    write_items=128,
-    library=True,
-)
+    LARGE, rows=32, pretrain_steps=2400, sft_steps=860, dpo_steps=100, rl_steps=100, rl_prompts=32, write_items=128,
+    library=True, demonstrations=4000,
+)  # fmt: skip
 QUICK = Demo(
     name="quick", hidden_size=64, num_layers=2, vocab_size=512, context=256, rows=4, lr=0.007, pretrain_steps=12,
     sft_steps=6, renamed=1, dpo_steps=2, rl_steps=2, rl_prompts=2, rl_samples=4, rl_tokens=24, eval_items=8,

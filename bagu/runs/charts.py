@@ -200,12 +200,18 @@ def _dashes(scale: _Scale, reference: Reference) -> str:
 
 def _names(scale: _Scale, references: Sequence[Reference]) -> str:
     """The names of the reference lines at the right, above the curves, spaced so that they do not overlap."""
-    parts, free = [], TOP + FONT
-    for reference in sorted(references, key=lambda r: -r.y):
-        at = min(max(scale.y(reference.y) - 3, free), HEIGHT - BOTTOM - 2)
-        free = at + FONT + 1
-        parts.append(_label(WIDTH - RIGHT - 2, at, f"{reference.name} {human(reference.y)}", "halo", anchor="end"))
-    return "".join(parts)
+    ordered, places, free = sorted(references, key=lambda r: -r.y), list[float](), TOP + FONT
+    for reference in ordered:
+        places.append(max(scale.y(reference.y) - 3, free))
+        free = places[-1] + FONT + 1
+    free = HEIGHT - BOTTOM - 2
+    for number in reversed(range(len(places))):  # those that were moved below the plot come back, and push the others
+        places[number] = min(places[number], free)
+        free = places[number] - FONT - 1
+    return "".join(
+        _label(WIDTH - RIGHT - 2, at, f"{reference.name} {human(reference.y)}", "halo", anchor="end")
+        for reference, at in zip(ordered, places, strict=True)
+    )
 
 
 def _marks(scale: _Scale, marks: Sequence[Mark]) -> str:
@@ -224,17 +230,20 @@ def _marks(scale: _Scale, marks: Sequence[Mark]) -> str:
 
 
 def _legend(lines: Sequence[Line]) -> str:
-    """Legend entries from right to left, each with its colour; a single line needs none, the title names it."""
+    """Every line with its colour, to the right of the unit and then in a second row; a single line needs none, the
+    title names it."""
     if len(lines) == 1:
         return ""
-    parts, right = [], WIDTH - RIGHT
-    for number, line in reversed(list(enumerate(lines))):
-        left = right - _width(line.name) - 16
-        if left < LEFT + 60:
-            break  # no space left: the readout under the pointer names every line
-        parts.append(f'<path class="c{number % 6} line" d="M{left:.1f} 7h11"/>')
-        parts.append(_label(left + 15, 11, line.name, ""))
-        right = left - 12
+    widths = [_width(line.name) + 28 for line in lines]
+    room = WIDTH - RIGHT - LEFT - 60
+    first = sum(1 for total in itertools.accumulate(widths) if total <= room)
+    parts = []
+    for y, numbers in ((11.0, range(first)), (23.0, range(first, len(lines)))):
+        left = WIDTH - RIGHT + 12 - sum(widths[n] for n in numbers)
+        for n in numbers:
+            parts.append(f'<path class="c{n % 6} line" d="M{left:.1f} {y - 4:g}h11"/>')
+            parts.append(_label(left + 15, y, lines[n].name, ""))
+            left += widths[n]
     return f'<g class="legend">{"".join(parts)}</g>'
 
 

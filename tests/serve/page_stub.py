@@ -75,6 +75,7 @@ class Stub(ThreadingHTTPServer):
         self.answer = ANSWER
         self.json = '{"city": "Lima", "population": 10092000}'
         self.models = ["tiny"]
+        self.suggested: list[str] = []
         self.pause_after: str | None = None
         self.resume = threading.Event()
 
@@ -172,7 +173,10 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif self.path == "/v1/models":
             if self.allowed():
-                common = {"object": "model", "default_sampling": DEFAULT_SAMPLING}
+                common = {
+                    "object": "model", "default_sampling": DEFAULT_SAMPLING,
+                    "suggested_prompts": self.server.suggested,
+                }  # fmt: skip
                 self.reply_json({"object": "list", "data": [{"id": id, **common} for id in self.server.models]})
         else:
             self.refuse(404, f"there is nothing at {self.path}")

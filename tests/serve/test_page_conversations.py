@@ -20,6 +20,17 @@ def imported(page: Any, path: Path, content: Any) -> str:
     return page.locator("#toast").inner_text()
 
 
+def test_the_prompts_that_a_model_suggests_are_offered_and_sent(page: Any, server: Stub) -> None:
+    assert page.locator("#examples button").count() == 3, "the page's own"
+    server.suggested = ["Write a function f(x): double x.", "<b>bold</b>"]
+    page.reload()
+    page.wait_for_function("() => document.querySelectorAll('#examples button').length === 2")
+    assert page.locator("#examples button").all_inner_texts() == server.suggested
+    page.locator("#examples button").first.click()
+    finished(page)
+    assert server.bodies[-1]["messages"][-1]["content"] == server.suggested[0]
+
+
 def test_two_models_answer_side_by_side_and_one_is_chosen(page: Any, server: Stub) -> None:
     server.models, server.answer = ["one", "two", "three"], "I am {model}."
     page.reload()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shutil
@@ -133,6 +134,24 @@ def test_a_chart_puts_points_where_they_belong() -> None:
     assert y0 > y1 > y2, "up is more"
     assert x1 == pytest.approx((x0 + x2) / 2, abs=0.1)
     assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+
+
+def test_names_of_close_references_do_not_overlap_and_stay_in_the_plot() -> None:
+    for values in ((2.08, 1.72, 1.61), (1.0, 1.0, 1.0, 1.0), (9.9, 9.8, 1.1, 1.0)):
+        beside = [Reference(name=f"reference {n}", y=y) for n, y in enumerate(values)]
+        svg = Chart(lines=[Line(name="a", points=[(0, 1.0), (1, 10.0)])], unit="", references=beside).svg()
+        at = sorted(float(y) for y in re.findall(r'y="([\d.]+)" class="halo"', svg))
+        assert len(at) == len(values) and at[0] > 26 and at[-1] < HEIGHT - 30
+        assert all(b - a >= 11 for a, b in itertools.pairwise(at)), at
+
+
+def test_the_legend_names_every_line() -> None:
+    names = ["chosen", "rejected", "chosen, validation", "rejected, validation"]
+    lines = [Line(name=name, points=[(0, n), (1, n + 1)]) for n, name in enumerate(names)]
+    svg = Chart(lines=lines, unit="nats").svg()
+    legend = svg[svg.index('class="legend"') :].partition("</g>")[0]
+    assert all(f">{name}</text>" in legend for name in names)
+    assert all(0 <= float(x) <= WIDTH for x in re.findall(r'x="([-\d.]+)"', legend))
 
 
 def test_a_log_axis_is_even_in_ratios() -> None:
