@@ -35,6 +35,7 @@ def _rows(done: Finished, seconds: float) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     changes = changes_of(done.evaluations)
     for stage in done.stages:
+        variety = stage.evaluation.variety
         for task in (result.task for result in stage.evaluation.results):
             score, change = stage.evaluation.score(task), changes.get((task, stage.name))
             interval = as_row(score)
@@ -44,5 +45,5 @@ def _rows(done: Finished, seconds: float) -> Iterator[dict[str, Any]]:
                 "score": score.mean, "low": interval["low"], "high": interval["high"],
                 "change": rise["difference"], "change_low": rise["low"], "change_high": rise["high"],
                 "p_value": rise["p_value"],
-                "different": stage.evaluation.variety.bodies if task == WRITE else None,
+                "different": None if task != WRITE or variety is None else variety.bodies,
             }  # fmt: skip

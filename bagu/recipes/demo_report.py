@@ -109,10 +109,14 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
 
 
 def _compared(before: Row, after: Row) -> Comparison:
-    answers = (_cut(str(row["answers"][0])) for row in (before, after))
-    verdicts = tuple("right" if row["grades"][0] == 1 else "wrong" for row in (before, after))
-    first, second = answers
-    return Comparison(prompt=after["messages"][0]["content"], before=first, after=second, verdicts=verdicts)
+    return Comparison(
+        prompt=after["messages"][0]["content"], before=_cut(before["answers"][0]), after=_cut(after["answers"][0]),
+        verdicts=(_verdict(before), _verdict(after)),
+    )  # fmt: skip
+
+
+def _verdict(row: Row) -> str:
+    return "right" if row["grades"][0] == 1 else "wrong"
 
 
 def _cut(text: str) -> str:
