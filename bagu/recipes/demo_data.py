@@ -1,6 +1,6 @@
 """The data of a demo's later stages as files in its folder, so that each of its runs can be read, resumed and repeated.
 
-sft.jsonl       demonstrations: the question and the code; a third of them are careless and leave out the last step
+sft.jsonl       demonstrations: the question and the code; some are careless and leave out the last step
 dpo.jsonl       pairs: the code, and the same with one mistake that running it shows
 grpo.jsonl      questions with the results that an answer must return, and no code to learn from
 
@@ -22,7 +22,7 @@ from bagu.eval.tasks import built_in
 from bagu.eval.tasks.compose import of_length
 from bagu.runs.record import append_rows
 
-CARELESS = 1 / 3  # of the demonstrations with several verbs
+CARELESS, AS_REJECTED = 0.4, 0.7  # shares of careless code in demonstrations, and in the rejected side of pairs
 LENGTHS = {"sft": (1, 2, 3, 2, 3, 3), "dpo": (2, 3), "grpo": (2, 3)}  # numbers of verbs, in turn
 
 
@@ -47,7 +47,9 @@ class StageData:
             ),
             "dpo": (
                 {"prompt": i.question, "chosen": i.answer, "rejected": worse.answer}
-                for i, worse in ((i, careless(i) if _by_chance(i, 0.5) else broken(i, seed="dpo")) for i in self.dpo)
+                for i, worse in (
+                    (i, careless(i) if _by_chance(i, AS_REJECTED) else broken(i, seed="dpo")) for i in self.dpo
+                )
                 if worse.calls != i.calls  # a mistake may not matter: reversing a text, then writing it in upper case
             ),
             "grpo": ({"prompt": i.question, **i.facts} for i in self.grpo),

@@ -141,7 +141,7 @@ class Demo:
             data=DataConfig(context=self.context, rows=self.later_rows), eval_batches=self.validation_batches,
             train=TrainConfig(
                 seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), save_every=n,
-                optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+                optimizer=OptimizerConfig(kind="adamw", lr=1e-4 if self.library else 3e-4),
                 schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 10, 1)),
             ),
         )  # fmt: skip
@@ -185,13 +185,13 @@ MEDIUM = replace(
 # tokens.
 SMALL = replace(
     MEDIUM, name="small", hidden_size=128, num_layers=2, rows=4, pretrain_steps=1600, sft_steps=720, renamed=1,
-    dpo_steps=60, rl_steps=160, rl_samples=4, rl_tokens=80, tokenizer_mb=4, eval_items=64, write_items=24,
+    dpo_steps=60, rl_steps=160, rl_prompts=8, rl_tokens=80, tokenizer_mb=4, eval_items=64, write_items=24,
     enough_tokens=40_960,
 )  # fmt: skip
 # For a CPU that is shared with other work: a sixth of `small`'s operations per token. It does not reach gzip.
 TINY = replace(
-    SMALL, name="tiny", hidden_size=64, vocab_size=1024, rows=2, rl_prompts=4, tokenizer_mb=1, eval_items=16,
-    write_items=4, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
+    SMALL, name="tiny", hidden_size=64, vocab_size=1024, rows=2, rl_prompts=4, rl_samples=4, tokenizer_mb=1,
+    eval_items=16, write_items=4, validation_batches=4, priming_bytes=1_000_000, enough_tokens=0,
 )  # fmt: skip
 CPU_SIZES = (LARGE, MEDIUM, SMALL, TINY)  # the largest first
 # A step of 16384 tokens takes 6.6 ms on an H200 (docs/decisions/015), of which 2.6 ms are Muon, whose time does not
