@@ -198,14 +198,16 @@ def careless(item: Composed) -> Composed:
 
 
 def broken(item: Composed, *, seed: str) -> Composed:
-    """The same function with one mistake: another order, a verb left out, or another verb in its place."""
+    """The same function with one mistake: another order, a verb left out, twice, or another in its place."""
     draw = random.Random(f"{seed} {item.question}")
     verbs = list(zip(item.verbs, item.constants, strict=True))
-    at, kind = draw.randrange(len(verbs)), draw.choice(("order", "less", "other") if len(verbs) > 1 else ("other",))
+    at, kind = draw.randrange(len(verbs)), draw.choice(("order", "less", "twice", "other"))
     if kind == "order":
         verbs = [*verbs[1:], verbs[0]]
     elif kind == "less":
         del verbs[at]
+    elif kind == "twice":
+        verbs.insert(at, verbs[at])
     else:
         others = [v for v in range(len(VERBS[item.argument])) if v not in item.verbs]
         verbs[at] = _with_constant(draw, item.argument, draw.choice(others))

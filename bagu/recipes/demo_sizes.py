@@ -141,7 +141,7 @@ class Demo:
             data=DataConfig(context=self.context, rows=self.later_rows), eval_batches=self.validation_batches,
             train=TrainConfig(
                 seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), save_every=n,
-                optimizer=OptimizerConfig(kind="adamw", lr=1e-4 if self.library else 3e-4),
+                optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
                 schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 10, 1)),
             ),
         )  # fmt: skip
