@@ -22,8 +22,8 @@ from bagu.eval.tasks import built_in
 from bagu.eval.tasks.compose import of_length
 from bagu.runs.record import append_rows
 
-# Shares of careless code in demonstrations and among the rejected answers of pairs. With 0.7 of the second, most of them
-# were the shorter ones, and the model learned to write a step too many.
+# Shares of careless code in demonstrations and among the rejected answers of pairs. With 0.7 of the second, most were
+# the shorter of two, and the model learned to write a step too many.
 CARELESS, AS_REJECTED = 0.4, 0.2
 LENGTHS = {"sft": (1, 2, 3, 2, 3, 3), "dpo": (2, 3), "grpo": (2, 3)}  # numbers of verbs, in turn
 

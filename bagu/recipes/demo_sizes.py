@@ -44,6 +44,7 @@ class Demo:
     name: str
     hidden_size: int
     num_layers: int
+    head_dim: int = 64
     vocab_size: int
     context: int
     rows: int
@@ -98,10 +99,10 @@ class Demo:
         return DPO_COST * self.dpo_steps / self.pretrain_steps
 
     def model(self) -> ModelConfig:
-        heads = self.hidden_size // 64
+        heads = self.hidden_size // self.head_dim
         return ModelConfig(
             vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_layers=self.num_layers, num_heads=heads,
-            num_kv_heads=heads, head_dim=64, intermediate_size=self.hidden_size * 11 // 4, max_len=self.context,
+            num_kv_heads=heads, head_dim=self.head_dim, intermediate_size=self.hidden_size * 11 // 4, max_len=self.context,
             tie_embeddings=True,
         )  # fmt: skip
 
