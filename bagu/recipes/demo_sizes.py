@@ -102,8 +102,8 @@ class Demo:
         heads = self.hidden_size // self.head_dim
         return ModelConfig(
             vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_layers=self.num_layers, num_heads=heads,
-            num_kv_heads=heads, head_dim=self.head_dim, intermediate_size=self.hidden_size * 11 // 4, max_len=self.context,
-            tie_embeddings=True,
+            num_kv_heads=heads, head_dim=self.head_dim, intermediate_size=self.hidden_size * 11 // 4,
+            max_len=self.context, tie_embeddings=True,
         )  # fmt: skip
 
     def pretrain(self) -> Run:
