@@ -1,7 +1,7 @@
-"""Functions that are specified in words and composed of verbs: "double x, then add 3". A task that a model of a million
+"""Functions that are specified in words and composed of verbs, such as double, add 3: a task that a model of a million
 parameters learns in minutes, and that running the code decides.
 
-    Write a function line_size(x): double x, then add 3.
+    Write a function line_size(x): first double x, finally add 3.
 
     def line_size(x):
         x = x * 2
@@ -112,8 +112,12 @@ class Composed:
 
     @property
     def question(self) -> str:
-        """A space stands before the name, as after `def`, so that question and answer have the same tokens for it."""
-        return f"Write a function {self.name}({self.argument}): {', then '.join(self._filled('words'))}."
+        """A space stands before the name, as after `def`, so that question and answer have the same tokens for it. The
+        words before a verb say whether it is the first or the last: a model of two or three layers finds it by them."""
+        words = self._filled("words")
+        if len(words) > 1:
+            words = [f"first {words[0]}", *(f"then {each}" for each in words[1:-1]), f"finally {words[-1]}"]
+        return f"Write a function {self.name}({self.argument}): {', '.join(words)}."
 
     @property
     def answer(self) -> str:

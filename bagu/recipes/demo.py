@@ -1,5 +1,5 @@
 """`bagu demo`: train a tokenizer and a language model on the Python standard library, then teach the model to write
-functions that are specified in words ("double x, then add 3"): fine-tuning, preferences, a verifiable reward.
+functions that are specified in words ("first double x, finally add 3"): fine-tuning, preferences, a verifiable reward.
 
 It uses the same loader, model, trainer and report as a run of any size. Nothing is downloaded: the text is the standard
 library, and the functions are made of verbs (bagu/data/composed.py). Answers to held-out questions are run in the
