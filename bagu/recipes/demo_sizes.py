@@ -182,7 +182,7 @@ MEDIUM = replace(
     dpo_steps=16, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
 )  # fmt: skip
 # For a slow CPU with a few minutes. Two layers were within 0.02 bits per byte of four after 75 steps; but after 160 of
-# fine-tuning they wrote the right number of lines with the wrong verb in 101 of 160 functions, mostly another one of the
+# fine-tuning they wrote the right number of lines with the wrong verb in 101 of 160 functions, mostly another of the
 # question: to find the next verb takes more layers and heads.
 SMALL = replace(
     MEDIUM, name="small", hidden_size=128, num_layers=3, head_dim=32, rows=4, pretrain_steps=1600, sft_steps=720,
