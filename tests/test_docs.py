@@ -115,3 +115,9 @@ def test_recipes_that_start_from_a_model_are_documented_with_their_settings() ->
     assert [name for name in later if f"--recipe {name} " not in text] == []
     settings = {(o.kind, field.name) for o in later.values() if o.kind != "sft" for field in fields(o)}
     assert [(kind, name) for kind, name in settings if name != "kind" and f"objective.{name}" not in text] == []
+
+
+def test_the_front_door_is_short_and_its_pictures_are_small() -> None:
+    for name in ("README.md", "README.zh.md"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 130, name
+    assert all(path.stat().st_size <= 150_000 for path in (ROOT / "docs/pictures").iterdir())

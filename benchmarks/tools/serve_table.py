@@ -85,6 +85,8 @@ def _block(key: tuple[str, str, str], rows: Sequence[Row]) -> list[list[str]]:
         peers = [r for r in rows if r["env"]["time"] == run[0]["env"]["time"] and r["implementation"] != "bagu"]
         rivals: dict[str, list[float]] = {}
         for r in peers:
+            if r["implementation"].startswith("bagu"):  # bagu without a feature is no peer
+                continue
             rivals.setdefault(r["implementation"], []).append(r["tokens_per_s"])
         best = max(map(statistics.median, rivals.values()), default=None)
         step = [r["step_s"] for r in run if r.get("step_s")]

@@ -1,7 +1,7 @@
 """`python -m benchmarks.tools.tables [--check | --demo FOLDER]`: write the tables of the documents.
 
 It owns the text between the two marks of a document and makes it from benchmarks/results: the rows of GPU machines, in
-a README each op at its first benchmark case, in docs/benchmarks.md every case. The numbers of one line come from one
+docs/benchmarks.md every case, in docs/benchmarks.zh.md each op at its first benchmark case. The numbers of one line come from one
 run, the latest that has the case, so that bagu and its peers are compared within a run. `--check` writes nothing and
 fails if a document is out of date. `--demo` first adds the record that `bagu demo` left in a folder.
 """
@@ -79,7 +79,7 @@ CHINESE = Words(
     fault="测量有误",
     language="zh",
 )
-FILES = {"README.md": (ENGLISH, False), "README.zh.md": (CHINESE, False), "docs/benchmarks.md": (ENGLISH, True)}
+FILES = {"docs/benchmarks.md": (ENGLISH, True), "docs/benchmarks.zh.md": (CHINESE, False)}
 
 
 def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
