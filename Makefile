@@ -9,10 +9,11 @@ export OMP_WAIT_POLICY := PASSIVE
 # The tests start some hundred processes: without cached bytecode each compiles the package again, 0.3 to 0.8 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-full test-triton test-peers test-gpu check format tables clean
+.PHONY: help demo test test-quick test-full test-triton test-peers test-gpu check format tables clean
 help:
 	@echo "make demo       train a tokenizer and a model on the standard library, fine-tune it, write a report"
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
+	@echo "make test-quick  a part of them for every change: configuration, data, model, command line; minutes on two cores"
 	@echo "make test-full  the same with every tuning, every mutant, and today's Triton"
 	@echo "make test-triton  the op conformance, and how launches are repeated, on another Triton: TRITON=3.9.0"
 	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer, JSON Schema's suite, an agent SDK, PEFT, ..."
@@ -32,6 +33,12 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
+
+# What a change most often breaks, without servers, engines and whole training runs.
+test-quick: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" \
+		$(wildcard tests/test_*.py) tests/data tests/nn/test_model.py tests/train/test_step.py tests/eval tests/runs \
+		--deselect tests/test_wheel.py
 
 test-full: $(VENV)/ready test-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu"

@@ -1,9 +1,9 @@
 """`python -m benchmarks.tools.tables [--check | --demo FOLDER]`: write the tables of the documents.
 
 It owns the text between the two marks of a document and makes it from benchmarks/results: the rows of GPU machines, in
-docs/benchmarks.md every case, in docs/benchmarks.zh.md each op at its first benchmark case. The numbers of one line come from one
-run, the latest that has the case, so that bagu and its peers are compared within a run. `--check` writes nothing and
-fails if a document is out of date. `--demo` first adds the record that `bagu demo` left in a folder.
+docs/benchmarks.md every case, in docs/benchmarks.zh.md each op at its first benchmark case. The numbers of one line
+come from one run, the latest that has the case, so that bagu and its peers are compared within a run. `--check` writes
+nothing and fails if a document is out of date. `--demo` first adds the record that `bagu demo` left in a folder.
 """
 
 from __future__ import annotations
