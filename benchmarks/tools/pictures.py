@@ -53,10 +53,11 @@ def made_by(words: Sequence[str], pattern: str, out: Path) -> None:
 def smaller(path: Path, width: int = 1000) -> None:
     from PIL import Image
 
-    with Image.open(path) as image:
-        if image.width > width:
-            image = image.resize((width, image.height * width // image.width), Image.Resampling.LANCZOS)
-        image.convert("RGB").quantize(128).save(path, optimize=True)
+    with Image.open(path) as file:
+        image = file.convert("RGB")
+    if image.width > width:
+        image = image.resize((width, image.height * width // image.width), Image.Resampling.LANCZOS)
+    image.quantize(128).save(path, optimize=True)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def _block(machine: str, run: Sequence[Row], words: Mapping[str, Any]) -> list[l
     for row in best.values():
         ours = row["implementation"].startswith("bagu")
         micro = row.get("micro_batches") or 1
-        name = OTHER_NAMES.get(row["implementation"], row["implementation"]) + (
+        name = str(OTHER_NAMES.get(row["implementation"], row["implementation"])) + (
             f", {words['micro'].format(n=micro)}" if micro > 1 else ""
         )
         rate = f"{row['tokens_per_s']:,.0f}"
