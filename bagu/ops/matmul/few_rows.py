@@ -45,8 +45,9 @@ def _tile(M: int, N: int) -> Tile:
 @triton.jit
 def _ask(at):
     """Ask for the lines at these addresses. It is safe even if another kernel writes them: L2 sees all writes."""
-    asked = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-    tl.inline_asm_elementwise(asked, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(  # Triton 3.6 wants the text itself here, not a name
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
