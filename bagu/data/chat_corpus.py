@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.data.chat_source import ChatJsonlSource
-from bagu.data.corpus import STDLIB, Part, Selection, SourceConfig, TextCorpus, selection_facts
+from bagu.data.corpus import Part, Selection, SourceConfig, TextCorpus, library_of_rows
 from bagu.data.renamed import renamed_copies
 from bagu.data.source import Conversation
 from bagu.data.split import held_ids
@@ -28,8 +28,7 @@ class ChatCorpus:
 
     @classmethod
     def of(cls, name: str, config: SourceConfig, selection: Selection) -> ChatCorpus:
-        text = TextCorpus(name, config, selection) if config.path == STDLIB else None
-        return cls(name, config, selection, text)
+        return cls(name, config, selection, library_of_rows(name, config, selection))
 
     @cached_property
     def source(self) -> ChatJsonlSource:
@@ -39,7 +38,7 @@ class ChatCorpus:
     def facts(self) -> dict[str, Any]:
         if self.text is not None:
             return self.text.facts
-        return {**self.source.describe(), **selection_facts(self.selection)}
+        return {**self.source.describe(), **self.selection.facts}
 
     @cached_property
     def held_out(self) -> frozenset[str]:

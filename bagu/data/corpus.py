@@ -20,6 +20,7 @@ from bagu.errors import BaguError
 
 STDLIB = "stdlib"  # the built-in corpus: Python's standard library
 Part = Literal["train", "validation"]
+DEDUP = 0.8
 PARTS: tuple[Part, Part] = ("train", "validation")
 
 
@@ -43,11 +44,21 @@ class SourceConfig:
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Which documents are used: near-duplicates above the similarity `dedup` are removed (null keeps all), and the
-    share `validation` is held out. `seed` draws both."""
+    share `validation` is held out. `seed` draws both. Chats, preferences and prompts of files are not compared."""
 
-    dedup: float | None
+    dedup: float | Literal["auto"] | None  # auto: DEDUP for text
     validation: float
     seed: int
+
+    @property
+    def threshold(self) -> float | None:
+        """The similarity above which a document of text is removed."""
+        return DEDUP if self.dedup == "auto" else self.dedup
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is recorded of a source."""
+        return {"validation": self.validation, "seed": self.seed}
 
 
 class Corpus(Protocol):
@@ -85,7 +96,7 @@ class TextCorpus:
     @cached_property
     def facts(self) -> dict[str, Any]:
         field = {} if self.config.field is None else {"field": self.config.field}
-        return {**self.source.describe(), **selection_facts(self.selection), **field}
+        return {**self.source.describe(), "dedup": self.selection.threshold, **self.selection.facts, **field}
 
     @cached_property
     def _shelf(self) -> Shelf:
@@ -96,9 +107,10 @@ class TextCorpus:
 
     @cached_property
     def _kept(self) -> tuple[Sequence[int], DedupReport | None]:
-        if self.selection.dedup is None:
+        threshold = self.selection.threshold
+        if threshold is None:
             return range(len(self._shelf)), None
-        return deduplicate(self._shelf, threshold=self.selection.dedup, seed=self.selection.seed)
+        return deduplicate(self._shelf, threshold=threshold, seed=self.selection.seed)
 
     @property
     def dedup(self) -> DedupReport | None:
@@ -130,8 +142,16 @@ class TextCorpus:
         return TextCorpus(self.name, self.config, self.selection)
 
 
-def selection_facts(selection: Selection) -> dict[str, Any]:
-    return {"dedup": selection.dedup, "validation": selection.validation, "seed": selection.seed}
+def library_of_rows(name: str, config: SourceConfig, selection: Selection) -> TextCorpus | None:
+    """The standard library, if chats, preferences or prompts are made from it; None if they are read from files."""
+    if config.path == STDLIB:
+        return TextCorpus(name, config, selection)
+    if selection.dedup not in ("auto", None):
+        raise BaguError(
+            f"dedup is {selection.dedup}, and source {name!r} is not text: its rows are not compared",
+            hint="set dedup=auto, and remove copies from the file if it has any",
+        )
+    return None
 
 
 def text_source(config: SourceConfig) -> Source:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from bagu.data.corpus import STDLIB, Selection, SourceConfig, TextCorpus, selection_facts
+from bagu.data.corpus import Selection, SourceConfig, TextCorpus, library_of_rows
 from bagu.data.table import TableSource
 from bagu.errors import BaguError
 
@@ -26,8 +26,7 @@ class TableCorpus:
     def of(cls, name: str, config: SourceConfig, selection: Selection) -> Self:
         if config.renamed:
             raise BaguError("renamed is set, and only chats have renamed copies", hint="leave it out")
-        library = TextCorpus(name, config, selection) if config.path == STDLIB else None
-        return cls(name, config, selection, library)
+        return cls(name, config, selection, library_of_rows(name, config, selection))
 
     @cached_property
     def source(self) -> TableSource:
@@ -39,7 +38,7 @@ class TableCorpus:
     def facts(self) -> dict[str, Any]:
         if self.library is not None:
             return self.library.facts
-        return {**self.source.describe(), **selection_facts(self.selection)}
+        return {**self.source.describe(), **self.selection.facts}
 
     @property
     def function_limit(self) -> dict[str, int]:

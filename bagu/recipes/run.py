@@ -70,10 +70,10 @@ class Run:
 
     `objective` is the training objective, by its `kind` (pretrain, sft, dpo, …), with its settings. `init_from` is a
     run folder, a bagu checkpoint or a Hugging Face folder; its tokenizer is used too unless one is given. `validation`
-    is the fraction of documents held out, `dedup` the similarity above which a document is removed as a copy of an
-    earlier one (null: no document is removed). `eval_batches` limits an evaluation. `eval_tasks` are tasks of `bagu
-    eval` that every evaluation of the run scores too, the first `eval_items` items of each. `wandb` is the Weights &
-    Biases project that receives the metrics; null sends nothing.
+    is the fraction of documents held out, `dedup` the similarity above which a document of text is removed as a copy of
+    an earlier one (auto: 0.8; null: none is removed; chats and other rows of files are not compared). `eval_batches`
+    limits an evaluation. `eval_tasks` are tasks of `bagu eval` that every evaluation of the run scores too, the first
+    `eval_items` items of each. `wandb` is the Weights & Biases project that receives the metrics; null sends nothing.
     """
 
     objective: Objective = field(default_factory=LanguageModelling)
@@ -87,7 +87,7 @@ class Run:
     dtype: Literal["bf16", "fp32"] | None = None  # compute dtype of the model; null: chosen for the hardware
     device: str | None = None
     validation: float = 0.05
-    dedup: float | None = 0.8
+    dedup: float | Literal["auto"] | None = "auto"
     eval_batches: int = 16
     eval_tasks: tuple[str, ...] = ()
     eval_items: int = 100
@@ -114,8 +114,8 @@ class Run:
             )
         if not 0 < self.validation < 1:
             raise ConfigError(f"validation is {self.validation}", hint="a share between 0 and 1, such as 0.05")
-        if self.dedup is not None and not 0 < self.dedup <= 1:
-            raise ConfigError(f"dedup is {self.dedup}", hint="a similarity up to 1, such as 0.8, or null to keep all")
+        if not (self.dedup is None or self.dedup == "auto" or 0 < self.dedup <= 1):
+            raise ConfigError(f"dedup is {self.dedup}", hint="auto, a similarity up to 1, or null to keep all")
         if not self.sources:
             raise ConfigError("sources is empty", hint=f"sources.text.path={STDLIB} is always there")
         unknown = self.data.mix.weights.keys() - self.sources.keys() if self.data.mix.weights else set()

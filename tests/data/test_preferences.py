@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import PARTS, Selection, SourceConfig
 from bagu.data.json_rows import Row
@@ -21,6 +22,7 @@ from bagu.data.preference_loader import PreferenceLoader, evaluation_batches
 from bagu.data.preference_rows import Preference, preference
 from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceCorpus, PreferenceEncoder, preference_store
+from bagu.data.prompts import PromptCorpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.types import IGNORE
@@ -175,6 +177,17 @@ def test_prompts_are_held_out_whole(name: str, tmp_path: Path) -> None:
     assert len(train) + len(held) == 60 and held
     assert {p.prompt[0]["content"] for p in train}.isdisjoint(p.prompt[0]["content"] for p in held)
     assert [p.id for p in corpus.without_text().preferences("train")] == [p.id for p in train]
+
+
+@pytest.mark.parametrize("kind", [ChatCorpus, PreferenceCorpus, PromptCorpus])
+def test_a_similarity_for_rows_that_are_not_compared_is_refused(kind: Any) -> None:
+    """It was the default of every run and had no effect: `auto` removes copies of text, and only text."""
+    auto = Selection(dedup="auto", validation=0.2, seed=0)
+    assert auto.threshold == 0.8
+    kind.of("mine", SourceConfig(path="mine.jsonl"), auto)
+    kind.of("mine", SourceConfig(), replace(auto, dedup=0.5))  # functions of the standard library, which is text
+    with pytest.raises(BaguError, match=r"dedup is 0\.8, and source 'mine' is not text"):
+        kind.of("mine", SourceConfig(path="mine.jsonl"), replace(auto, dedup=0.8))
 
 
 def test_pairs_of_the_standard_library_are_the_real_function_over_a_broken_one(tmp_path: Path) -> None:
