@@ -183,6 +183,7 @@ if __name__ == "__main__":
     parser.add_argument("--adapter", nargs=2, action="append", default=[], metavar=("NAME", "PATH"))
     parser.add_argument("--max-adapters", type=int, default=0)
     parser.add_argument("--adapter-root", type=Path)
+    parser.add_argument("--speculative")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--otlp-endpoint")
     given = parser.parse_args()
@@ -196,7 +197,7 @@ if __name__ == "__main__":
             max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
             max_model_len=given.max_model_len, tp=given.tp, adapters=tuple(map(tuple, given.adapter)),
             max_adapters=given.max_adapters, max_adapter_rank=4, adapter_root=given.adapter_root,
-            embeddings=given.embeddings,
+            embeddings=given.embeddings, speculative=given.speculative, speculative_always=True,
         ),
         options=ServerOptions(
             port=0, api_key=given.api_key, api_keys=given.api_keys, open_metrics=given.open_metrics,
