@@ -148,15 +148,15 @@ def send(client: httpx.Client, request: tuple[int, tuple[str, str, bytes]]) -> s
         return f"fault: {route} {error!r} for {body[:300]!r}"
 
 
-def resident(server: Running) -> float:
-    """MB of the server and all processes that it has started."""
-    waiting, found = [server.process.pid], 0
+def resident(server: Running) -> list[float]:
+    """MB of the server and of each process that it has started."""
+    waiting, found = [server.process.pid], []
     while waiting:
         pid = waiting.pop()
-        found += Meter(pid).status("VmRSS")
+        found.append(round(Meter(pid).status("VmRSS") / 2**20, 1))
         for thread in Path(f"/proc/{pid}/task").iterdir():
             waiting += map(int, (thread / "children").read_text().split())
-    return found / 2**20
+    return found
 
 
 @pytest.mark.slow
@@ -192,10 +192,10 @@ def test_ten_thousand_odd_requests_leave_the_server_as_it_was(tmp_path: Path) ->
                 for (kind, _, _), line in zip(drawn, found, strict=True)
             )
             eventually(lambda: idle(server), "no block is used, no request runs or waits")
-            now = resident(server)
+            now = sum(parts := resident(server))
             warm = now if start + 500 == NUM_WARM else warm
             print(
-                f"{start + 500} requests, {time.monotonic() - began:.0f} s, {now:.0f} MB, {len(faults)} faults",
+                f"{start + 500} requests, {time.monotonic() - began:.0f} s, {now:.0f} MB {parts}, {len(faults)} faults",
                 flush=True,
             )
         state = server.get("/engine")

@@ -98,6 +98,8 @@ CASES = [
     Case("z", "the z-loss pulls the logsumexp to 0 and adds to every gradient", M=5, V=103, z_loss=0.1),
     Case("loud", "exp of these logits overflows unless the maximum is taken off", M=6, V=77, scale=1000.0),
     Case("faint", "all logits are nearly equal, and the loss is log V", M=6, V=77, scale=1e-3),
+    Case("sure", "the target takes almost all, and its gradient is what is left of 1", M=4, V=33, targets={ALL: 5},
+         plant=[(ALL, 5, 10.0)]),
     Case("ignored", "every target is ignored: losses and gradients are 0", M=3, V=33, targets={ALL: IGNORED}),
     Case("padding", "the ignored word is one of the vocabulary", M=6, V=20, ignore_index=3,
          targets={0: 3, 1: 0, 4: 3}),

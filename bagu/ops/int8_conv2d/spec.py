@@ -20,7 +20,7 @@ from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.conv2d import spec as conv2d
 from bagu.ops.int8_conv2d import torch_backend
-from bagu.ops.int8_matmul.spec import DTYPES, LONGEST
+from bagu.ops.int8_matmul.spec import DTYPES, LONGEST, past_24_bits
 
 
 def reference(
@@ -49,11 +49,12 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     given = conv2d.inputs(case, streams)
-    x, w = given["x"], given["w"]
-    least = -128 if case.get("full", False) else -127
+    x, w = (streams.integers(name, -127, 128, *given[name].shape) for name in ("x", "w"))
+    if case.get("deep", False):
+        past_24_bits(x, w)
     return given | {
-        "x": streams.integers("x", least, 128, *x.shape).to(torch.int8),
-        "w": streams.integers("w", least, 128, *w.shape).to(torch.int8),
+        "x": x.to(torch.int8),
+        "w": w.to(torch.int8),
         "x_scale": 0.02 * (0.5 + streams.uniform("x_scale", 1)),
         "w_scale": (127 * w[0].numel() ** 0.5) ** -1 * (0.5 + streams.uniform("w_scale", w.shape[0])),
         "dtype": case.get("to", streams.choice("dtype", "float32", "float16")),
@@ -103,8 +104,8 @@ SPEC = OpSpec(
         Case("point", "one pixel of kernel: a matrix product", image=(2, 3, 5, 24), kernel=(16, 1, 1), bias=True),
         Case("gelu", "the activation follows the bias", image=(2, 4, 4, 16), kernel=(8, 3, 3), pad=(1, 1), bias=True,
              activation="gelu"),
-        Case("deep", "a sum past 2^24, which fp32 would round", image=(1, 3, 3, 300), kernel=(5, 3, 3), pad=(1, 1),
-             full=True),
+        Case("deep", "a sum past 2^24, which fp32 would round", image=(1, 2, 2, 4001), kernel=(5, 1, 1),
+             deep=True, to="float32"),
         Case("half", "16-bit results are rounded once, from fp32", image=(1, 4, 5, 8), kernel=(8, 3, 3), to="float16",
              mixed=["x_scale", "w_scale"]),
         Case("double", "an fp64 result of fp32 scales", image=(1, 4, 5, 8), kernel=(8, 3, 3), to="float64",

@@ -69,15 +69,25 @@ def check_scales(op: str, maker: str, args: Mapping[str, Any]) -> None:
             )
 
 
+def past_24_bits(x: torch.Tensor, w: torch.Tensor) -> None:
+    """Change integers so that their sum over half of the last dim is past 2^24, and the other half takes it back."""
+    half = x.shape[-1] // 2
+    x[..., :half], w[..., :half] = (96 + v[..., :half].abs() // 4 for v in (x, w))
+    x[..., half : 2 * half], w[..., half : 2 * half] = x[..., :half], -w[..., :half]
+
+
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     lead, N, K = case.get("lead", (case.get("M", 1),)), case["N"], case["K"]
     least = -128 if case.get("full", False) else -127
     x_scale = case.get("scale", 0.02) * (0.5 + streams.uniform("x_scale", *lead))
     if "plant" in case.params:
         x_scale[-1] = case["plant"]
+    x, w = streams.integers("x", least, 128, *lead, K), streams.integers("w", least, 128, N, K)
+    if case.get("deep", False):
+        past_24_bits(x, w)
     return {
-        "x": streams.integers("x", least, 128, *lead, K).to(torch.int8),
-        "w": streams.integers("w", least, 128, N, K).to(torch.int8),
+        "x": x.to(torch.int8),
+        "w": w.to(torch.int8),
         "x_scale": x_scale,
         "w_scale": (127 * K**0.5) ** -1 * (0.5 + streams.uniform("w_scale", N)),
         "bias": case.get("shift", 1.0) * streams.normal("bias", N) if case.get("bias", False) else None,
@@ -123,7 +133,7 @@ SPEC = OpSpec(
         Case("batched", "the leading dims are several, and so are the scales", lead=(2, 3), N=12, K=48, bias=True),
         Case("single", "there is no leading dim at all: one row, one scale", lead=(), N=17, K=24),
         Case("point", "one feature in and one out", M=9, N=1, K=1, bias=True),
-        Case("deep", "a sum past 2^24, which fp32 would round", M=3, N=5, K=9000, full=True),
+        Case("deep", "a sum past 2^24, which fp32 would round", M=3, N=5, K=4001, deep=True, to="float32"),
         Case("full", "-128 is a valid value too: its square is 2^14", M=4, N=9, K=64, full=True),
         Case("loud", "a result past fp16's largest value is an infinity", M=3, N=16, K=64, scale=1e5, to="float16"),
         Case("zero", "a row of zeros has scale 0", M=3, N=16, K=16, plant=0.0),

@@ -25,7 +25,7 @@ from bagu.ops.cross_entropy.torch_backend import target_logits
 from bagu.ops.linear_cross_entropy import torch_backend
 
 IGNORED = -100  # in the targets of a case: stands for the case's ignore_index
-ALL, NAN = ..., float("nan")
+ALL, INF, NAN = ..., float("inf"), float("nan")
 # Tensor cores truncate where they add: the logit of cuBLAS is 3.4 spacings of fp32 off in "tiles_deep" on an H200.
 TARGET_LOGIT = {"target_logit": 4}
 
@@ -48,9 +48,14 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         targets[row] = ignore_index if word == IGNORED else word
     for row, feature, value in case.get("plant", ()):
         hidden[row, feature] = value
+    weight = D**-0.5 * streams.normal("weight", V, D)
+    if case.get("sure", False):
+        hidden = 12.0 * weight[targets]
+    if case.get("low", False):
+        hidden, weight = -30.0 * hidden.abs(), weight.abs()
     return {
         "hidden": hidden,
-        "weight": D**-0.5 * streams.normal("weight", V, D),
+        "weight": weight,
         "targets": targets.to(case.get("index", torch.int64)),
         "ignore_index": ignore_index,
         "memory": case.get("memory", None),
@@ -100,6 +105,13 @@ CASES = [
          targets={2: IGNORED}),
     Case("tiles_nan", "a NaN spoils its own token, and nothing where that is ignored", M=4, D=16, V=33,
          targets={2: IGNORED}, plant=[(1, 3, NAN), (2, 3, NAN)]),
+    Case("tiles_ignored", "every target is ignored", M=5, D=16, V=24, targets={ALL: IGNORED}),
+    Case("tiles_inf", "an infinite logit makes the logsumexp infinite, not NaN", M=4, D=16, V=33, plant=[(1, 3, INF)],
+         frozen=["hidden", "weight"]),
+    Case("tiles_sure", "the target takes almost all, and its gradient is what is left of 1", M=5, D=64, V=40,
+         sure=True, z_loss=0.0),
+    Case("tiles_low", "the exp of 0 less the logsumexp overflows: columns after the last word must not have it", M=5,
+         D=16, V=41, low=True),
     Case("point", "a vocabulary of one word: the logsumexp is the logit", M=5, D=9, V=1),
     Case("ignored", "every target is ignored: results and gradients are 0", M=4, D=8, V=33, memory=300,
          targets={ALL: IGNORED}),

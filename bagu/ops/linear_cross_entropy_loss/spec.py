@@ -112,7 +112,7 @@ SPEC = OpSpec(
             "unweighted",
             "the weight of an ignored token is not looked at, even if it is NaN",
             M=5,
-            D=8,
+            D=16,
             V=40,
             targets={1: head.IGNORED, 4: head.IGNORED},
             ignored_weight=float("nan"),
