@@ -16,7 +16,7 @@ from bagu.errors import ConformanceError
 from bagu.ops.call.dispatch import call, load_op
 from bagu.ops.call.node import paired
 from bagu.ops.catalogue import SPECS
-from bagu.ops.contract.core import OpSpec, Streams, check
+from bagu.ops.contract.core import OpSpec, Streams, _run, check
 from bagu.ops.contract.layouts import lay_out
 from tests.ops.points import DEVICE, GPU, Point, looked_through, other_points, points, tunings
 from tests.ops.reaching import launched
@@ -95,6 +95,21 @@ def test_gradcheck_in_fp64(spec: OpSpec, backend: str) -> None:
         return [y for n, y in zip(names, out, strict=True) if n in spec.differentiable]
 
     assert torch.autograd.gradcheck(fn, tuple(leaves.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec, backend", BACKENDS)
+def test_fp64_results_are_computed_in_fp64(spec: OpSpec, backend: str) -> None:
+    """gradcheck allows a backward in fp32. Triton passes scalars in fp32, and 0.1 is then 1.5e-9 off."""
+    case, streams = spec.cases[0], Streams(spec.name, spec.cases[0].name)
+    args = spec.cast(case, spec.inputs(case, streams), torch.float64)
+    given = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    run = partial(_run, spec, case, streams=streams, layout="packed")
+    want, got = run(spec.reference, args, torch.float64), run(lambda **a: call(spec, backend, **a), given, None)
+    for name, (value, dtype) in want.items():
+        if dtype == torch.float64:
+            size = value.abs() + value.square().mean().sqrt()
+            off = ((got[name][0].cpu() - value).abs() / size).nan_to_num()
+            assert off.max() < 1e-8, f"{name} is {off.max():.1e} off"
 
 
 @pytest.mark.parametrize("spec, backend", BACKENDS)
