@@ -21,7 +21,7 @@ from small_adapters import saved_adapter
 from test_request_cost import HOLE, Fill, Meter, operations, shapes
 from tiny_server import KEY, MODEL, Running, eventually, load, no_certificates, running_server
 
-NUM_REQUESTS, NUM_WARM, NUM_CLIENTS = 10_000, 2_000, 6
+NUM_REQUESTS, NUM_WARM, NUM_CLIENTS = 10_000, 5_000, 6
 SEED = 36
 MAX_GROWTH = 1.1  # of the resident memory of all processes, from the warm server to the end
 TIMEOUT_S = 120.0  # without a byte: a hang

@@ -96,6 +96,18 @@ def test_a_streamed_named_call_sends_its_arguments_in_pieces(client: openai.Open
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_is_cut_is_no_text(client: openai.OpenAI, stream: bool) -> None:
+    for size in (1, 4, 9, 16, 24):
+        fields = ask(tool_choice="required", seed=size, max_tokens=size)
+        if stream:
+            *chunks, last = (chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True))
+            assert last.finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
+        else:
+            found = client.chat.completions.create(**fields).choices[0]
+            assert found.finish_reason == "length" and not found.message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_free_call_is_parsed_from_the_text(client: openai.OpenAI, stream: bool) -> None:
     fields = {**ask(tool_choice="auto"), **forced(f"I look.\n{CALL}\n{CALL}")}
     found = streamed(client, **fields)[0] if stream else client.chat.completions.create(**fields).choices[0]

@@ -18,13 +18,14 @@ def finds_reasoning(template: str, parser: str = "auto") -> bool:
 class MessageFormat:
     """The form of tool calls (None if no tools are offered), the names of the tools, and whether the model thinks.
 
-    `live`: a grammar makes all calls valid, so their arguments are sent while they are generated. `thinking`: the
-    prompt ends with <think>.
+    `live`: a grammar makes all calls valid, so their arguments are sent while they are generated. `required`: it allows
+    nothing else. `thinking`: the prompt ends with <think>.
     """
 
     form: ToolForm | None = None
     names: tuple[str, ...] = ()
     live: bool = False
+    required: bool = False
     max_calls: int | None = None
     thinks: bool = False
     thinking: bool = False
@@ -36,6 +37,6 @@ class MessageFormat:
 
     def parser(self) -> MessageParser:
         return MessageParser(
-            self.form.parse if self.form else None, self.names, live=self.live, max_calls=self.max_calls,
-            thinks=self.thinks, thinking=self.thinking,
+            self.form.parse if self.form else None, self.names, live=self.live, required=self.required,
+            max_calls=self.max_calls, thinks=self.thinks, thinking=self.thinking,
         )  # fmt: skip

@@ -44,7 +44,8 @@ Delta = Content | Reasoning | CallDelta
 
 
 class MessageParser:
-    """Parses the text of one choice. `form` reads content and calls; None if no tools are offered.
+    """Parses the text of one choice. `form` reads content and calls; None if no tools are offered. `required`: a
+    grammar allows calls alone, so other text is the beginning of a call that max_tokens has cut, and is not sent.
 
     `thinks`: the message may begin with <think>; `thinking`: the prompt ends with it already.
     """
@@ -55,6 +56,7 @@ class MessageParser:
         names: Collection[str] = (),
         *,
         live: bool = False,
+        required: bool = False,
         max_calls: int | None = None,
         thinks: bool = False,
         thinking: bool = False,
@@ -63,6 +65,7 @@ class MessageParser:
         self.thinking = thinking  # the text that arrives now is reasoning
         self.calls = 0  # number of calls that were sent
         self._names, self._live, self._max_calls = frozenset(names), live, max_calls
+        self._required = required
         self._deltas: list[Delta] = []
         self._space = ""  # white space that is sent only if text of the same kind follows
         self._wrote = False  # content or reasoning was sent, so that the white space after it counts
@@ -133,6 +136,8 @@ class MessageParser:
 
     def content(self, text: str) -> None:
         """Send text. White space at its end waits for more text: around a call it belongs to the form."""
+        if self._required and not self.thinking:
+            return
         text = self._space + text
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -152,13 +157,13 @@ class MessageParser:
         return found is not None
 
     def attempt(self, call: Steps[None]) -> Steps[bool]:
-        """Read a call; if it is malformed, send the text that was read for it as content."""
+        """Read a call; if it is malformed, send the text that was read for it as content, unless it is only cut."""
         text, before = self.reader.record(), self.calls
         try:
             yield from call
             return True
         except Malformed:
-            if self.calls == before:
+            if self.calls == before and not (self._live and self.reader.ended):
                 self.content("".join(text))
             return False
         finally:

@@ -95,7 +95,7 @@ class ChatBody(ToolFields, Generation):
             )  # fmt: skip
         except ArgumentError as error:  # it is too large
             raise ApiError(400, str(error), param="tools", hint=error.hint) from error
-        return replace(format, live=True), grammar
+        return replace(format, live=True, required=required), grammar
 
     @property
     def grammar_field(self) -> str:

@@ -12,7 +12,7 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.responses import to_json
 
 MAX_RESPONSES = 10_000
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 32 * 2**20  # of JSON, which takes up to twice as much memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
