@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-from bagu.eval.intervals import compare, estimate
+from bagu.eval.intervals import compare, estimate, estimate_ratio
 
 SIZES = ("1", "5", "20", "unequal", "one of half")  # items of a cluster
 CLUSTERS = (3, 4, 5, 8, 10, 15, 20, 30, 50)
@@ -57,6 +57,19 @@ def difference_coverage(runs: int, n: int, kind: str, change: float, correlation
     return hits / runs
 
 
+def ratio_coverage(runs: int, n: int, documents: int, spread: float) -> float:
+    """Bits per byte of n clusters of documents. Their bytes are lognormal with this spread, long ones are easier, and
+    clusters and documents differ by 0.3 bits each."""
+    rng, hits = np.random.default_rng([n, documents, int(10 * spread)]), 0
+    truth = 1.5 - 0.1 * spread**2  # the mean logarithm of the bytes, weighted by bytes, is spread^2 above the plain one
+    for _ in range(runs):
+        names, size = np.repeat(np.arange(n), documents), rng.normal(7, spread, n * documents)
+        rate = 1.5 - 0.1 * (size - 7) + 0.3 * rng.normal(size=n)[names] + 0.3 * rng.normal(size=len(names))
+        found = estimate_ratio((rate * np.exp(size)).tolist(), np.exp(size).tolist(), names.tolist())
+        hits += found.low <= truth <= found.high
+    return hits / runs
+
+
 def main(runs: int) -> None:
     print("| clusters | items of each | scores: lowest | mean | differences: lowest | mean |\n|" + "---|" * 6)
     for n in CLUSTERS:
@@ -66,6 +79,10 @@ def main(runs: int) -> None:
             changes = [difference_coverage(runs // 5, n, kind, d, c) for d in (0.0, 0.1, 0.3) for c in of]
             cells = (f"{f(x):.3f}" for x in (scores, changes) for f in (min, np.mean))
             print(f"| {n} | {kind} | {' | '.join(cells)} |", flush=True)
+    print("\n| clusters | bits per byte: lowest | mean |\n|---|---|---|")
+    for n in CLUSTERS:
+        ratios = [ratio_coverage(runs, n, d, s) for d in (1, 4, 20) for s in (0.3, 1.0, 1.5)]
+        print(f"| {n} | {min(ratios):.3f} | {np.mean(ratios):.3f} |", flush=True)
     alone = score_coverage(runs, 64, "1", 0.95, 0.0)
     print(f"\n64 items at 95 % right: {alone:.3f}")
 

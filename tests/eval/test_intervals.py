@@ -13,7 +13,7 @@ from bagu.eval import intervals
 from bagu.eval.intervals import as_row, compare, estimate, pass_at_k
 from bagu.eval.report import interval_plot
 from bagu.eval.words import BITS, PERCENT
-from tests.eval.coverage import difference_coverage, score_coverage
+from tests.eval.coverage import difference_coverage, ratio_coverage, score_coverage
 
 RUNS = 200  # the standard error of a share of 0.95 is 1.5 %, so the floor below is 0.92 less one and a half of them
 
@@ -30,6 +30,12 @@ def test_intervals_cover_the_truth(clusters: int, kind: str) -> None:
 @pytest.mark.parametrize("clusters", [3, 10, 50])
 def test_intervals_of_differences_cover_the_truth(clusters: int, kind: str) -> None:
     found = {d: difference_coverage(RUNS // 2, clusters, kind, d, 0.3) for d in (0.0, 0.3)}
+    assert min(found.values()) >= 0.9, found
+
+
+@pytest.mark.parametrize("clusters", [3, 10, 50])
+def test_intervals_of_bits_per_byte_cover_the_truth(clusters: int) -> None:
+    found = {s: ratio_coverage(RUNS, clusters, 4, s) for s in (0.3, 1.5)}
     assert min(found.values()) >= 0.9, found
 
 
