@@ -1,7 +1,5 @@
 """The options of `bagu bench` (bagu/config/options.py), as its commands take them. `--help` imports this file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

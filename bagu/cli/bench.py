@@ -1,7 +1,5 @@
 """`bagu bench`: ops, training steps, the engine, evaluation and servers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`--config FILE`: the options of a verb from a TOML or JSON file. An option on the command line wins."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 import typing

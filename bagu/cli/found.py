@@ -1,7 +1,5 @@
 """Checks of names and paths that run before torch is imported: a mistyped one is reported in a second, not in ten."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bagu.errors import BaguError

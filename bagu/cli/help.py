@@ -5,8 +5,6 @@ few users need below headings. Where the whole help is longer than a screen, `--
 `--help-all` describes them. No rich here: it takes a quarter of the time of `bagu --help`, and it cuts long flags.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

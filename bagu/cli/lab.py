@@ -1,7 +1,5 @@
 """`bagu lab`: list and run labs, and write their page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`bagu ops`: list the ops, and show one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Options and helpers that several verbs share."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`bagu plan`: a training run over a cluster, or a deployment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`bagu profile`: where the time of an op, a training step or the engine goes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verbs that run a model: serve, chat."""
 
-from __future__ import annotations
-
 import typer
 
 from bagu.cli.config_file import ConfigFile

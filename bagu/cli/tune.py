@@ -1,7 +1,5 @@
 """`bagu tune`: search for faster settings on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -13,8 +13,6 @@ not an option. Nothing here imports more than the standard library, so that a da
 `--help` reads only modules that are fast to import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints

@@ -15,8 +15,6 @@ memory, the signatures in a file. Of a pair with a document of more than `LONG` 
 hashes are compared, a million or more: the standard deviation of the similarity is then 0.0005 at most.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence

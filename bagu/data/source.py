@@ -5,8 +5,6 @@ document without text is skipped, since it has no targets. A file that cannot be
 is an error: a corpus that is silently smaller than expected costs more than a failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -5,8 +5,6 @@ from a held-out file can be held out by the same rule. Split after deduplication
 copies of training documents.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Without its tests (many systems omit them) CPython 3.11's library has 732 files,
 of a run names the Python version and the corpus hash.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import os

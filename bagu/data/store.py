@@ -8,8 +8,6 @@ name_offsets   [D + 1] int64            their offsets
 token_bytes    [V] int32                bytes of text of each token id; 0 for control tokens
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

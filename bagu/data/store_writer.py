@@ -5,8 +5,6 @@ A stored folder is `<cache>/<key>`; the key is a hash of the facts that decide i
 written under a temporary name, synced, and renamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

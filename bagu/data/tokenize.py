@@ -7,8 +7,6 @@ and a cut is used only if the window around it has the same tokens with and with
 (a run of one letter) stays in one piece.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol

@@ -9,8 +9,6 @@ An option that has options of its own is a dataclass (choices.py, position_choic
 Invalid combinations raise when the config is created. `bagu.config` reads and writes it as JSON.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

@@ -9,8 +9,6 @@ With base="int8", W is int8 with a scale per row (nn/int8.py). QLoRA does the sa
 https://arxiv.org/abs/2305.14314
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ transformers 5 has the experts of a layer in one module. PEFT takes the names of
 that module's parameters, also in a dense layer or a shared expert: those are written as `target_parameters`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

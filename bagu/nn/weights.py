@@ -8,8 +8,6 @@ files are read too (gguf_file.py), and quantized checkpoints are dequantized (qu
 Only safetensors are read: a pickle can run arbitrary code.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

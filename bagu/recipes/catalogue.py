@@ -1,7 +1,5 @@
 """Recipes: functions that return the configuration of a whole run. `--set` changes single values of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The implementation of `bagu train` and `bagu export`."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

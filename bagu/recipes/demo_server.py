@@ -1,7 +1,5 @@
 """Run `bagu serve` in a child process, for the demo, the benchmark and the tuner, and ask it one question over HTTP."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import signal

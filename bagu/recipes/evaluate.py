@@ -1,7 +1,5 @@
 """The implementation of `bagu eval`: load the model and the tasks, evaluate, print a table, save the items."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

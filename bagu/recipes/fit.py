@@ -4,8 +4,6 @@ Texts and chats in memory are written to the cache as JSON lines, so that a run 
 it can be reported, resumed and searched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

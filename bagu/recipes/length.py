@@ -5,8 +5,6 @@ at its peak for the first half of such a run (`wsd`), so the first steps are tho
 the start.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

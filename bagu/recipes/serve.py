@@ -1,7 +1,5 @@
 """`bagu serve` and `bagu chat`: load the model and its tokenizer, then start the server or the terminal chat."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tasks of `bagu eval` while a model trains: an engine over its weights answers them in every evaluation of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from bagu.data.chat import ChatEncoder

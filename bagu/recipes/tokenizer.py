@@ -1,7 +1,5 @@
 """The tokenizer of a run: the configured one, that of its initial model, or one trained on its text."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Names as in Hugging Face's trainer: `metric_for_best_model`, `greater_is_better`
 `early_stopping_threshold`, `load_best_model_at_end`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

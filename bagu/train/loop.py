@@ -4,8 +4,6 @@ A run can be killed at any time. If it is resumed from its last checkpoint, it e
 uninterrupted run, because a step is a function of only the state and `data_step`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ any. Code runs in the sandbox; without one, only parsing is checked, with a warn
 pass alone are left out: no completion could, if a default or a doctest reads a name of the module.
 """
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Iterator, Sequence

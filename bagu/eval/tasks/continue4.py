@@ -4,8 +4,6 @@ The wrong choices come from elsewhere in the same file and have the same indenta
 the answer.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

@@ -5,8 +5,6 @@ seed 0), so no model trained by `bagu demo` or `bagu train` has seen them. Other
 is public. `bagu eval --training RUN` checks it for your own run.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache

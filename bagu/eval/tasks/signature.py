@@ -1,8 +1,6 @@
 """`signature`: choose which of four bodies belongs to a function's signature and docstring. All are from held-out
 modules; the wrong ones are from the same file if it has enough functions."""
 
-from __future__ import annotations
-
 import ast
 import random
 import textwrap

@@ -1,7 +1,5 @@
 """The supported checkpoint families. A family is data; the model is always `Transformer`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

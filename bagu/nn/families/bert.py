@@ -1,7 +1,5 @@
 """BERT, with its masked-LM head or without a head (BertModel): bidirectional, a norm after each sublayer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

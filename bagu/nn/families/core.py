@@ -7,8 +7,6 @@ and neither needs a second copy of the weights. Layouts also work on the meta de
 Templates: `{layer}` and `{expert}` are numbers, a final `*` is `weight` or `bias`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

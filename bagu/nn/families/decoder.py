@@ -1,7 +1,5 @@
 """The keys of config.json and the tensor names that the families derived from Llama share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

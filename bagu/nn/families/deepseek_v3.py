@@ -3,8 +3,6 @@
 Files have an extra layer after the last one, which predicts a second token; it is skipped, as in transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

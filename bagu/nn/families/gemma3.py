@@ -4,8 +4,6 @@ sqrt(hidden_size), QK norm, and two kinds of layers: a window with one RoPE, and
 Checkpoints with a vision tower (model_type gemma3) are refused: families/__init__.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-2: learned positions, LayerNorm before each sublayer, biases everywhere, weights stored [in, out]."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Its files store the experts of a layer in one tensor, [in, out], with gate and u
 files of openai are dequantized when they are read: quantized_files.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Granite 3: a Llama with constant factors of the embedding, the scores, the sublayers and the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

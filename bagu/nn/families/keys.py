@@ -15,8 +15,6 @@ written by hand or by other tools. RoPE has two layouts, `rope_theta` with `rope
 differently, the file is refused (rope.py lists the cases).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Llama 2 and 3 and SmolLM, all of model_type llama, and Mistral, which has a window and no biases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

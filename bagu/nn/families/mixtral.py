@@ -1,7 +1,5 @@
 """Mixtral: a Mistral with a mixture of experts in every layer. The weights of a token's experts sum to 1."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

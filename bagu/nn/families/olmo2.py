@@ -1,7 +1,5 @@
 """OLMo 2: the norm is on the output of each sublayer, and QK norm is over all heads together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@ of the features. The models for 128k tokens and Phi-4-mini have longrope: `LongR
 of factors is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

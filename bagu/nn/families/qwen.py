@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: a Llama with a bias on queries, keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

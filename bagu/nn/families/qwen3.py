@@ -1,7 +1,5 @@
 """Qwen3, dense and mixture of experts: queries and keys are normalized per head before RoPE."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 As in transformers, a token pad_token_id inside a text takes no position (`LearnedEncoding.skip_padding`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

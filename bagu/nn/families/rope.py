@@ -5,8 +5,6 @@ ignored. Versions 4 and 5 disagree on files that set a value twice, and those ar
 `rope_type`, and `rope_theta` or `original_max_position_embeddings` at the top with a different value inside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 

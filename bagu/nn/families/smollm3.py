@@ -1,7 +1,5 @@
 """SmolLM3: a Llama in which every fourth layer has no positions (NoPE)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ the last tile is partial. Forward saves nothing; backward recomputes s(g), which
 When gate and up are packed, dgate and dup are written directly into the two halves of dx.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

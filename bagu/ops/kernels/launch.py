@@ -3,8 +3,6 @@
 It imports without Triton.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Iterator

@@ -20,8 +20,6 @@ wide_norms handles rows that do not fit in registers.
 `add_rms_norm` is rms with an addend: s = x + addend is rounded, stored and normalised, and backward adds ds to dx.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

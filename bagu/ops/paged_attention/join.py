@@ -4,8 +4,6 @@ On Hopper and later GPUs the join is a dependent launch: its programs start whil
 wait for the end of that kernel. The launch itself then takes no time between the two.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
