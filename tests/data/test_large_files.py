@@ -119,7 +119,7 @@ def test_a_long_document_is_read_and_split_as_one_in_memory(text: str, fraction:
 
     from bagu.data import split
 
-    with patch.object(documents_module, "BLOCK", block), patch.object(split, "PIECE", 5):
+    with patch.object(documents_module, "READ", block), patch.object(split, "PIECE", 5):
         one = long(text)
         assert one.text == text
         assert list(one.pieces(3)) == [text[i : i + 3] for i in range(0, len(text), 3)]
@@ -182,7 +182,7 @@ def test_a_long_file_that_is_no_text_is_refused(tmp_path: Path, monkeypatch: pyt
     assert time.perf_counter() - began < 5  # reading it would take longer, and 5 GB
     zeros.write_bytes(b"a\n" * (1 << 22) + bytes(1 << 21))
     latin.write_bytes(b"a\n" * (1 << 22) + b"\xe9" + b"b\n" * 9)
-    for path, found in ((zeros, "1,048,576 zero bytes in a row"), (latin, f"not UTF-8.* at byte {1 << 23}")):
+    for path, found in ((zeros, "65,536 zero bytes in a row"), (latin, f"not UTF-8.* at byte {1 << 23}")):
         (document,) = TextSource(path).documents()
         with pytest.raises(BaguError, match=found):
             list(document.pieces(100))
