@@ -22,9 +22,7 @@ from bagu.eval.tasks import built_in
 from bagu.eval.tasks.compose import of_length
 from bagu.runs.record import append_rows
 
-# Shares of careless code in demonstrations and among the rejected answers of pairs. With 0.7 of the second, most were
-# the shorter of two, and the model learned to write a step too many.
-CARELESS, AS_REJECTED = 0.4, 0.2
+CARELESS = 0.4  # of the demonstrations with several verbs
 LENGTHS = {"sft": (1, 2, 3, 2, 3, 3), "dpo": (2, 3), "grpo": (2, 3)}  # numbers of verbs, in turn
 
 
@@ -47,7 +45,7 @@ class StageData:
                 {"prompt": i.question, "completion": careless(i).answer if _by_chance(i, CARELESS) else i.answer}
                 for i in self.sft
             ),
-            "dpo": (
+            "dpo": (  # where most rejected answers were the shorter ones, the model learned to write a step too many
                 {"prompt": i.question, "chosen": i.answer, "rejected": worse.answer}
                 for i, worse in (
                     (i, careless(i) if _by_chance(i, AS_REJECTED) else broken(i, seed="dpo")) for i in self.dpo
