@@ -42,14 +42,12 @@ class StageData:
     def write(self, folder: Path) -> None:
         rows: dict[str, Iterable[dict[str, Any]]] = {
             "sft": (
-                {"prompt": i.question, "completion": careless(i).answer if _by_chance(i, CARELESS) else i.answer}
+                {"prompt": i.question, "completion": careless(i).answer if _is_careless(i) else i.answer}
                 for i in self.sft
             ),
             "dpo": (  # where most rejected answers were the shorter ones, the model learned to write a step too many
                 {"prompt": i.question, "chosen": i.answer, "rejected": worse.answer}
-                for i, worse in (
-                    (i, careless(i) if _by_chance(i, AS_REJECTED) else broken(i, seed="dpo")) for i in self.dpo
-                )
+                for i, worse in ((i, broken(i, seed="dpo")) for i in self.dpo)
                 if worse.calls != i.calls  # a mistake may not matter: reversing a text, then writing it in upper case
             ),
             "grpo": ({"prompt": i.question, **i.facts} for i in self.grpo),
@@ -69,5 +67,5 @@ class StageData:
         return estimate([grade for (grade,) in grades], [item.question for item in asked])
 
 
-def _by_chance(item: Composed, share: float) -> bool:
-    return len(item.verbs) > 1 and random.Random(item.question).random() < share
+def _is_careless(item: Composed) -> bool:
+    return len(item.verbs) > 1 and random.Random(item.question).random() < CARELESS
