@@ -127,13 +127,13 @@ def eval_table(evaluations: Sequence[Evaluation], copying: Mapping[str, Estimate
     if evaluations[0].variety is not None:
         note += (
             "continue4 and signature choose one of four: chance is 25 %. write: a function of the asked name, which no "
-            "training file defines, with two statements or more that read the arguments; different: the share of "
+            "training file defines, with two statements or more that read the arguments; diverse: the share of "
             "different function bodies. "
         )
     note += (
         "Intervals are 95 %, by the bootstrap over items or files; a change is paired, item by item. All are in eval/."
     )
-    columns = ("task (items)", "after", "score", "change", "p", "different")
+    columns = ("task (items)", "after", "score", "change", "p", "diverse")
     return Table(title="Tasks", columns=columns, rows=list(_rows(evaluations, copying)), note=note)
 
 

@@ -155,7 +155,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_table_of_scores_fits_in_80_columns() -> None:
-    columns = ("task (items)", "after", "score", "change", "p", "different")
+    columns = ("task (items)", "after", "score", "change", "p", "diverse")
     longest = ("compose_long (80)", "pretrain", "100 % (100 to 100)", "+100 (+99 to +100)", "0.0002", "100 %")
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(terminal_table(Table(title="Tasks", columns=columns, rows=[longest])))
