@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from torch.utils._pytree import tree_leaves
-
 from bagu.errors import BaguError
 from bagu.lab.drill import wire
 from bagu.lab.drill.child import FAILED_START, LIMITS, digest
@@ -136,7 +134,7 @@ class Answer:
         """Call a function of the answer (kind "call"), read all that it yields ("iterate"), or make an object of a
         class and call its methods ("script"). `reuse` puts the values into the memory of the call before."""
         asked = self._request(function, args, kwargs, kind, steps, seconds, reuse, rng, draws)
-        given = [leaf for leaf in tree_leaves([asked["args"], asked["kwargs"]]) if hasattr(leaf, "untyped_storage")]
+        given = wire.tensors([asked["args"], asked["kwargs"]])
         before = [] if reuse else [digest(t) for t in given]  # reused memory has other strides, and other gaps
         said = self._ask(asked, seconds, f"in {function}")
         return self._reply(said, changed=not reuse and said["hashes"] != before)

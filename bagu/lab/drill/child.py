@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bagu.lab.drill import wire
 from bagu.machine.sandbox import landlock, namespaces, quota
@@ -181,9 +180,8 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.name in PRODUCTS:
             self.flops += 2 * result.numel() * args[-1].shape[-2 if args[-1].ndim > 1 else -1]
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        for made in wire.tensors(result):
+            self.largest = max(self.largest, made.untyped_storage().nbytes())
         return result
 
 
@@ -283,7 +281,7 @@ class _Server:
         if asked["reuse"]:
             args, kwargs = _refilled(self.before, args, kwargs)
         self.before = [args, kwargs]
-        given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, torch.Tensor)]
+        given = wire.tensors([args, kwargs])
         torch.manual_seed(asked["rng"])
         target = getattr(self.module, asked["function"])
         random_state = torch.random.get_rng_state() if not asked["draws"] else None
@@ -302,7 +300,7 @@ class _Server:
                 sys.setprofile(None)
         moved = random_state is not None and not torch.equal(random_state, torch.random.get_rng_state())
         own = {t.untyped_storage().data_ptr() for t in given if t.numel()}
-        out = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        out = wire.tensors(value)
         return {
             "value": value,
             "aten": sorted(operations.seen),
@@ -318,10 +316,8 @@ class _Server:
 
 def _refilled(before: list[Any], args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The objects of the last call with other values in the same memory."""
-    old, new = tree_leaves(before), tree_leaves([args, kwargs])
-    for a, b in zip(old, new, strict=True):
-        if isinstance(a, torch.Tensor):
-            a.copy_(b)
+    for old, new in zip(wire.tensors(before), wire.tensors([args, kwargs]), strict=True):
+        old.copy_(new)
     return before[0], before[1]
 
 

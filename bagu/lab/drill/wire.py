@@ -97,6 +97,20 @@ def _encoded(value: Any, blobs: list[bytes]) -> Any:
     return {"other": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")}
 
 
+def tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors inside of lists, tuples and dicts, in order. No recursion: values may be nested deep."""
+    found, todo = list[torch.Tensor](), [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            todo += reversed(one)
+        elif isinstance(one, dict):
+            todo += reversed(one.values())
+    return found
+
+
 def _span(blobs: list[bytes]) -> list[int]:
     end = sum(map(len, blobs))
     return [end - len(blobs[-1]), end]
