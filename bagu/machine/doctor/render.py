@@ -48,7 +48,7 @@ def _machine(r: Report) -> Iterable[tuple[str, str]]:
     m = r.machine
     yield "name", m.name
     yield "system", r.environment["os"]
-    yield "CPU", f"{m.cpu}, {m.cores} cores, last-level cache {_gib(m.cache_bytes, 'MiB')}"
+    yield "CPU", f"{m.cpu}, {m.cores} core{'s' * (m.cores != 1)}, last-level cache {_gib(m.cache_bytes, 'MiB')}"
     yield "memory", f"{_gib(r.memory_available_bytes)} free of {_gib(m.memory_bytes)}"
     for disk in r.disks:
         yield "disk", f"{_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)} ({disk.use})"
