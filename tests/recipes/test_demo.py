@@ -65,6 +65,7 @@ def test_it_says_where_the_report_is_and_how_to_go_on(finished: tuple[Path, str]
     for stage in STAGES[1:]:  # each says what it learned, also if that is nothing
         assert any(stage in line for line in said.splitlines())
     assert len(re.findall(r"^  .*(it learned|it got worse|too few items)", said, re.M)) == 3, said
+    assert said.splitlines()[-1] == "compiler False"
 
 
 def test_the_commands_at_the_end_work_as_printed(finished: tuple[Path, str]) -> None:
@@ -72,7 +73,6 @@ def test_the_commands_at_the_end_work_as_printed(finished: tuple[Path, str]) -> 
     ask = next(line for line in said.splitlines() if " chat " in line)
     run = subprocess.run(ask, shell=True, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0 and "no model" not in run.stderr, run.stderr
-    assert said.splitlines()[-1] == "compiler False"
 
 
 def test_the_report_has_the_baselines_and_both_samples(finished: tuple[Path, str]) -> None:
