@@ -217,6 +217,8 @@ def test_the_tool_runner_of_the_openai_client_runs_to_the_answer(client: openai.
         ({"text": {"format": {"type": "json_schema"}}}, 400, "text.format"),
         ({"text": choice()}, 400, "text.format"),
         ({"max_output_tokens": 10**6}, 400, "max_output_tokens"),
+        ({"metadata": {"a": "x" * 513}}, 400, "metadata.a"),
+        ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata"),
         ({"background": True}, 400, "background"), ({"reasoning": {"effort": "low"}}, 400, "reasoning"),
         ({"previous_response_id": "resp_x"}, 404, "previous_response_id"), ({"model": "gpt-9"}, 404, "model"),
     ],
@@ -226,6 +228,13 @@ def test_wrong_bodies_are_refused_with_the_field(
 ) -> None:
     answer = post(tiny, PATH, {"input": "hello", "max_output_tokens": 2, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def test_a_response_echoes_only_the_text_options_that_have_an_effect(tiny: Running) -> None:
+    text = {"format": {"type": "text", "schema": {"a": 1}}, "other": "x" * 1000}
+    answer = post(tiny, PATH, {"input": "hello", "max_output_tokens": 2, "text": text, "user": "y" * 1000})
+    assert answer.json()["text"] == {"format": {"type": "text"}}
+    assert answer.json()["user"] is None
 
 
 def test_items_become_messages_with_reasoning_and_calls() -> None:

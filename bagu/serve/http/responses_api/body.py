@@ -22,6 +22,11 @@ SHARED = (
     "parallel_tool_calls",
 )
 
+# OpenAI's limits. A stored response keeps them.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
 
 class FunctionTool(Body):
     type: Literal["function"]
@@ -43,6 +48,12 @@ class TextFormat(Body):
 class TextOptions(Body):
     format: TextFormat | None = None
 
+    def echo(self) -> dict[str, Any]:
+        """What a response says of them: nothing that has no effect, since a stored response would keep it."""
+        if self.format is None or self.format.type != "json_schema":
+            return {"format": {"type": "text" if self.format is None else self.format.type}}
+        return {"format": self.format.model_dump(mode="json", exclude_unset=True)}
+
 
 class ResponsesBody(Sampled):
     unsupported: ClassVar[fields.Fields] = fields.RESPONSES
@@ -62,7 +73,7 @@ class ResponsesBody(Sampled):
     text: TextOptions | None = None
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     def to_chat(self, previous: list[dict[str, Any]]) -> ResponsesChat:
         """The chat request, where `previous` are the messages of the previous response."""

@@ -8,13 +8,15 @@ from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.parsed_response import ParsedMessage
 from bagu.serve.http.responses import GenerationResponse, to_json
-from bagu.serve.http.responses_api.body import ResponsesBody
+from bagu.serve.http.responses_api.body import ResponsesBody, TextOptions
 from bagu.serve.http.responses_api.items import output_messages
 from bagu.serve.http.responses_api.output import OutputItems
 from bagu.serve.http.responses_api.store import ResponseStore, StoredResponse
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.request import Event, TokenEvent
 from bagu.serve.wire.messages import Ready
+
+MAX_USER = 512  # characters that a response repeats: a stored one keeps them
 
 
 class ModelResponse(GenerationResponse):
@@ -101,8 +103,10 @@ class ModelResponse(GenerationResponse):
 
     def _object(self, status: str) -> dict[str, Any]:
         asked, sampling = self.asked, self.job.requests[0].sampling
-        options = asked.model_dump(mode="json", include={"tools", "tool_choice", "text"}, exclude_unset=True)
-        ended = status in ("completed", "incomplete")
+        options = asked.model_dump(mode="json", include={"tools", "tool_choice"}, exclude_unset=True)
+        ended, user = status in ("completed", "incomplete"), (asked.model_extra or {}).get("user")
+        if not isinstance(user, str) or len(user) > MAX_USER:
+            user = None
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -111,11 +115,11 @@ class ModelResponse(GenerationResponse):
             "previous_response_id": asked.previous_response_id, "store": asked.store is not False,
             "tools": options.get("tools") or [], "tool_choice": options.get("tool_choice") or "auto",
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "text": options.get("text") or {"format": {"type": "text"}},
+            "text": (asked.text or TextOptions()).echo(),
             "max_output_tokens": asked.max_output_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
             "metadata": asked.metadata or {}, "truncation": "disabled", "background": False, "service_tier": "default",
             # always there in OpenAI's responses, and required by clients such as litellm 1.72
-            "reasoning": {"effort": None, "summary": None}, "user": (asked.model_extra or {}).get("user"),
+            "reasoning": {"effort": None, "summary": None}, "user": user,
         }  # fmt: skip
 
     def _head(self, index: int) -> str:
