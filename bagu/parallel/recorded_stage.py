@@ -5,8 +5,7 @@ A module of its own, because importing torch.distributed.pipelining imports the 
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.pipeline import Action
 
 CLASSES: Mapping[str, Any] = {  # by the name of the schedule
     "gpipe": pipelining.ScheduleGPipe,
@@ -21,24 +21,6 @@ CLASSES: Mapping[str, Any] = {  # by the name of the schedule
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
-
-
-ActionKind = Literal["F", "B", "I", "W"]
-KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
-
-
-@dataclass(frozen=True)
-class Action:
-    """What a stage did with a micro-batch, and when (seconds of a clock that all processes of a machine share).
-
-    F is a forward, B a backward; I and W are its two parts, for the input and for the weights.
-    """
-
-    kind: ActionKind
-    stage: int
-    micro_batch: int
-    start: float
-    end: float
 
 
 class RecordedStage(PipelineStage):

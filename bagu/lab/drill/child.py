@@ -266,9 +266,10 @@ class _Server:
         return {"line": line, "text": linecache.getline(self.file, line).strip() if line else ""}
 
     def watch(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note calls of functions in modules that torch has loaded already."""
-        name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith(WATCHED):
+        """Note the answer's calls of functions in modules that torch has loaded already. Torch itself calls
+        some of them too."""
+        name, caller = frame.f_globals.get("__name__", ""), frame.f_back
+        if event == "call" and name.startswith(WATCHED) and caller and caller.f_code.co_filename == self.file:
             self.events.add(f"import {name}")
 
     def load(self, source: str) -> dict[str, Any]:
