@@ -93,7 +93,7 @@ def _peers(spec: OpSpec) -> dict[str, Callable[..., Any]]:
         return {}
     module = importlib.import_module(f"bagu.ops.{spec.name}.peers")
     return {
-        name: fn
+        name: spec.by_name(fn)
         for name, fn in vars(module).items()
         if inspect.isfunction(fn) and not name.startswith("_") and fn.__module__ == module.__name__
     }

@@ -109,7 +109,7 @@ def gpu_timer(scrub: torch.Tensor) -> Callable[[Step], Timer]:
 
         def timed(key: Key) -> Timing:
             if key not in known:
-                call = lambda: step.fn(**step.args, **dict(key))  # noqa: E731
+                call = lambda: step.fn(**dict(key))  # noqa: E731
                 known[key] = repeated_measure(call, step.device, seconds=SAMPLE_S, buffer=scrub)
             return known[key]()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,7 @@ class Step:
 
     @property
     def fn(self) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self.spec.module("triton"), self.step)
-        return found
+        return partial(self.spec.apply, getattr(self.spec.module("triton"), self.step), self.args)
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +112,7 @@ def steps(spec: OpSpec, case: Case, dtype: torch.dtype, device: torch.device | s
     if "forward" in tunable:
         yield Step(**common, step="forward", args=args)
     if "backward" in tunable and spec.grads:
-        made = spec.empty_results(args) if torch.device(device).type == "meta" else module.forward(**args)
+        made = spec.empty_results(args) if torch.device(device).type == "meta" else spec.apply(module.forward, args)
         results = dict(zip((r.name for r in spec.sig.results), made, strict=True))
         incoming = {f"d{o}": torch.randn_like(results[o]) for o in spec.differentiable}
         known = args | results | incoming

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from bagu import ops
 from bagu.ops.attention import cpu
+from bagu.ops.attention.spec import Args
 from bagu.ops.contract.signature import accumulator
 from bagu.parallel.collectives import wait_for
 from bagu.parallel.mesh import Mesh
@@ -110,14 +111,14 @@ def _block_backward(
     offsets: torch.Tensor, max_len: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk and dv of one block. `out` and `lse` are those of all keys: P = exp(s - lse) sums to less than 1 here."""
-    args = dout, q, k, v, offsets, None, None, None, out, lse, max_len, causal, None, scale, None
+    args = Args(q, k, v, offsets, None, None, None, max_len, causal, None, scale, None)
     if q.is_cuda:
         from bagu.ops.attention import triton_backend  # needs Triton
 
-        dq, dk, dv, *_ = triton_backend.backward(*args)
+        dq, dk, dv, *_ = triton_backend.backward(args, dout, out, lse)
         assert dq is not None and dk is not None and dv is not None
     else:
-        dq, dk, dv, *_ = cpu.ragged_backward(*args)
+        dq, dk, dv, *_ = cpu.ragged_backward(args, dout, out, lse)
     return dq, dk, dv
 
 

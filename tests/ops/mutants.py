@@ -28,6 +28,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -54,6 +55,7 @@ from tests.ops.points import Point, other_points, points, run_as
 from tests.ops.reaching import reached_at
 
 NOT_NONE = ", not None"
+RECORD = re.compile(r"\b(?:a|args)\.(?=[a-z])")  # a field of the record of an op's arguments
 SECONDS = 300  # for all points of an op with one mutant; past this it counts as dead
 
 
@@ -104,10 +106,11 @@ def mutants(backend: str, module: str) -> Iterator[Mutant]:
 
 
 def _text(node: ast.AST, parent: ast.AST | None) -> str:
-    """The source of a node. A name alone does not say which of its uses is changed."""
-    if isinstance(node, ast.Name) and isinstance(parent, ast.expr | ast.keyword):
-        return f"{node.id} in {ast.unparse(parent)}"
-    return ast.unparse(node)
+    """The source of a node, a field of a record as its name. A name alone does not say which of its uses is changed."""
+    text, named = RECORD.sub("", ast.unparse(node)), isinstance(node, ast.Name | ast.Attribute)
+    if named and text.isidentifier() and isinstance(parent, ast.expr | ast.keyword):
+        return f"{text} in {RECORD.sub('', ast.unparse(parent))}"
+    return text
 
 
 def _expression(text: str) -> ast.expr:
@@ -131,17 +134,19 @@ def _changes(
 def _ignored_scalar(
     node: ast.AST, parent: ast.AST | None, function: sources.Function, backend: str, module: str
 ) -> Iterator[tuple[str, str]]:
-    if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
+    if not (isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)):
         return
+    name = RECORD.sub("", ast.unparse(node))
     if _only_raises(function.name) or (isinstance(parent, ast.Call) and _only_raises(ast.unparse(parent.func))):
         return
     ops, kinds = sources.users(module, function.name, backend), _parameters(function)
     known = {s.name: s.optional for op in ops for s in SPECS[op].sig.scalars}
-    if node.id in known and node.id in kinds and (not known[node.id] or "None" in kinds[node.id]):
+    field = isinstance(node, ast.Attribute)
+    if name in known and (field or (name in kinds and (not known[name] or "None" in kinds[name]))):
         number = isinstance(parent, ast.BinOp) or (
             parent is not None and any(mutations.calls(parent, f) for f in ("min", "max"))
         )
-        yield "default", node.id + NOT_NONE if known[node.id] and number else node.id
+        yield "default", name + NOT_NONE if known[name] and number else name
 
 
 def _only_raises(function: str) -> bool:

@@ -87,9 +87,10 @@ def looked_through(spec: OpSpec, module: ModuleType) -> Callable[..., Any]:
 
     def through(fn: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(fn)
-        def run(**args: Any) -> Any:
-            shown = {k: v.as_subclass(Looked) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-            return [None if y is None else y.as_subclass(torch.Tensor) for y in fn(**shown)]
+        def run(*record: Any, **args: Any) -> Any:
+            looked = lambda v: v.as_subclass(Looked) if isinstance(v, torch.Tensor) else v  # noqa: E731
+            shown = [type(r)(*map(looked, r)) for r in record], {k: looked(v) for k, v in args.items()}
+            return [None if y is None else y.as_subclass(torch.Tensor) for y in fn(*shown[0], **shown[1])]
 
         return run
 
@@ -104,7 +105,7 @@ def run_as(spec: OpSpec, backend: str, dtype: torch.dtype, module: ModuleType) -
         return looked_through(spec, module)
 
     def run(**args: Any) -> Any:
-        outputs = tuple(module.forward(**args)[: len(spec.sig.outputs)])
+        outputs = tuple(spec.apply(module.forward, args)[: len(spec.sig.outputs)])
         return outputs[0] if len(outputs) == 1 else outputs
 
     return run

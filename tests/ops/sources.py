@@ -135,7 +135,7 @@ def _imports(module: str) -> dict[str, tuple[str, str]]:
     found = {}
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bagu.ops"):
-            for alias in node.names:
+            for alias in (n for n in node.names if n.name != "SPEC"):  # the definition is no part of a backend
                 submodule = f"{node.module}.{alias.name}"
                 where, what = (submodule, "") if path_of(submodule) else (str(node.module), alias.name)
                 if where not in OUTSIDE:

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from bagu.errors import BackendError
 from bagu.ops import attention
 from bagu.ops.attention import cuda
-from bagu.ops.attention.spec import SPEC
+from bagu.ops.attention.spec import SPEC, Args
 from bagu.ops.call import dispatch
 from tests.ops.points import DEVICE
 from tests.ops.test_attention import draw, offsets, terms
@@ -68,7 +68,8 @@ def test_a_query_whose_scores_are_all_hidden_has_zeros() -> None:
     q, k[:3] = q.abs() + 1, -torch.inf
     out, lse = (x.cpu() for x in run([q, k, v], cu, longest)[:2])
     assert not out[:3].any() and (lse[:3] == -torch.inf).all()
-    want = SPEC.reference(*(x.double() for x in (q, k, v)), cu, None, None, None, longest, True, None, None, None)
+    exact = (x.double() for x in (q, k, v))
+    want = SPEC.reference(Args(*exact, cu, None, None, None, longest, True, None, None, None))
     assert not want[0][:3].any() and (want[1][:3] == -torch.inf).all()
     assert out[3:].isfinite().all() and out[3:].any()
 

@@ -9,9 +9,9 @@ import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError, BackendError
-from bagu.ops.catalogue import spec
+from bagu.ops.attention import spec as attention
 from bagu.ops.contract.core import Streams
-from bagu.ops.int8_attention.torch_backend import GROUP
+from bagu.ops.int8_attention.spec import GROUP
 from tests.ops.points import DEVICE
 
 LENGTHS = (200, 37)
@@ -27,7 +27,7 @@ def tensors(D: int, *, shift: float = 0.0, H: int = 2, lengths: tuple[int, ...] 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, causal: bool) -> torch.Tensor:
     none = dict.fromkeys(("slopes", "bias", "sinks", "window", "scale", "softcap"))
-    out, _ = spec("attention").reference(q, k, v, cu_seqlens, max_len=0, causal=causal, **none)
+    out, _ = attention.reference(attention.Args(q, k, v, cu_seqlens, max_len=0, causal=causal, **none))
     return out
 
 

@@ -79,7 +79,7 @@ def untaken() -> list[str]:
                             launch(spec, point, invariant, backward)
                 tuned = Point(small(spec)[1], torch.float16, "packed")
                 for function, tuning in tunings(spec, "triton"):
-                    with_tuning = lambda **args: getattr(module, function)(**args, **tuning)  # noqa: B023, E731
+                    with_tuning = lambda *a, **b: getattr(module, function)(*a, **b, **tuning)  # noqa: B023, E731
                     forward = with_tuning if function == "forward" else module.forward
                     launch(spec, tuned, forward, with_tuning if function == "backward" else backward)
     return sorted({name for arm, name in branches.arms.items() if arm not in branches.taken})

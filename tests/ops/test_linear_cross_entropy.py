@@ -13,6 +13,7 @@ from bagu.ops.call.dispatch import call, load_op
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.linear_cross_entropy import chunked, linear_cross_entropy, token_losses
 from bagu.ops.linear_cross_entropy.chunked import chunks
+from bagu.ops.linear_cross_entropy.spec import Args
 from bagu.ops.linear_cross_entropy_loss import linear_cross_entropy_loss
 from bagu.ops.linear_cross_entropy_loss.spec import SPEC as LOSS
 
@@ -109,9 +110,9 @@ def test_no_more_logits_exist_than_the_budget_allows(backend: str) -> None:
     args, made = head(torch.float32), []
     kernels = LOSS.module(backend).KERNELS
     spy = replace(kernels, logits=lambda h, w: made.append(h.shape[0]) or kernels.logits(h, w))
-    given = [args[n].detach() for n in ("hidden", "weight", "targets")]
-    _, lse = chunked.forward(*given, -100, 4 * V * 4, spy)
-    chunked.backward(lse, lse, *given, lse, -100, 4 * V * 4, chunked.EVERY, spy)
+    given = Args(*[args[n].detach() for n in ("hidden", "weight", "targets")], -100, 4 * V * 4)
+    _, lse = chunked.forward(given, spy)
+    chunked.backward(given, lse, lse, lse, chunked.EVERY, spy)
     assert made == [3, 3, 3] * 2  # four rows fit, so three chunks, and those of one size
 
 
@@ -165,7 +166,7 @@ def test_gradients_that_are_not_asked_for_are_not_kept() -> None:
     for asked in ((True, False), (False, True), (False, False)):
         args |= {"grad_hidden": asked[0], "grad_weight": asked[1]}
         for results in (
-            LOSS.torch_backend.forward(**args),
+            LOSS.apply(LOSS.torch_backend.forward, args),
             torch.ops.bagu.linear_cross_entropy_loss_triton(*(args[a.name] for a in LOSS.sig.inputs)),
         ):
             assert [r.numel() > 0 for r in results[3:]] == list(asked)

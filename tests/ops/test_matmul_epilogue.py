@@ -134,13 +134,14 @@ def test_a_layer_learns_through_the_epilogue() -> None:
 def test_every_persistent_tile_is_exact_on_a_gpu(tile: int, M: int, N: int, K: int) -> None:
     """Sums of small integers are exact in fp32, and the scales are powers of two: the only rounding is the last."""
     from bagu.ops.matmul import triton_backend
+    from bagu.ops.matmul.spec import Args
 
     streams = Streams("matmul", M, device="cuda")
     number = lambda name, *size: streams.integers(name, -5, 6, *size).bfloat16()  # noqa: E731
     x, w, bias, residual = number("x", M, K), number("w", N, K), number("bias", N), number("residual", M, N)
     row_scale, column_scale = (2.0 ** streams.integers(n, -2, 3, size) for n, size in (("row", M), ("column", N)))
     want = (x.double() @ w.double().T) * row_scale.double()[:, None] * column_scale.double() + bias.double()
-    (y,) = triton_backend.forward(x, w, bias, residual, row_scale, column_scale, "relu", tile=tile)
+    (y,) = triton_backend.forward(Args(x, w, bias, residual, row_scale, column_scale, "relu"), tile=tile)
     assert torch.equal(y, (want.relu() + residual.double()).bfloat16())
-    (y,) = triton_backend.forward(x, w, None, None, None, None, None, tile=tile)
+    (y,) = triton_backend.forward(Args(x, w, None, None, None, None, None), tile=tile)
     assert torch.equal(y, (x.double() @ w.double().T).bfloat16())

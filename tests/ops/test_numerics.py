@@ -32,7 +32,8 @@ def test_the_yardstick_perturbs_incoming_gradients_by_an_fp32_rounding(dtype: to
     case = next(c for c in spec.cases if c.name == "ragged")
     streams = Streams(spec.name, case.name)
     args = spec.cast(case, spec.inputs(case, streams), dtype)
-    run = partial(core._run, spec, case, spec.reference, args, torch.float32, streams=streams, layout="packed")
+    reference = spec.by_name(spec.reference)
+    run = partial(core._run, spec, case, reference, args, torch.float32, streams=streams, layout="packed")
     runs = [run(perturbation=i) for i in (None, 0)]
     plain, perturbed = (results["db"][0].double() for results in runs)  # db is the sum of dy, and of nothing else
     rows = args["x"].shape[0]

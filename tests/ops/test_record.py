@@ -118,9 +118,9 @@ def test_each_gradient_alone_is_the_one_that_is_asked_for(spec: OpSpec) -> None:
     module, case, asked = spec.module("triton"), spec.cases[0], []
 
     @wraps(module.backward)
-    def backward(**given: Any) -> Any:
+    def backward(*record: Any, **given: Any) -> Any:
         asked.append([name for name, needed in given.get("needs", {}).items() if needed])
-        return module.backward(**given)
+        return module.backward(*record, **given)
 
     node = Node(spec, "one", module.forward, backward)
     args = drawn(spec, case, torch.float32, "packed", 0)

@@ -46,7 +46,11 @@ def in_kernel(node: ast.AST, function: ast.AST) -> Iterator[tuple[str, str]]:
 
 def in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
     """The same for a node of a kernel or of a torch backend."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.right) == "eps":
+    if (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Add)
+        and ast.unparse(node.right).rpartition(".")[2] == "eps"
+    ):
         yield "no eps", f"({ast.unparse(node.left)}) + 0.0"
     if (calls(node, "tl.where") or calls(node, "torch.where")) and isinstance(node, ast.Call):
         called, (test, value, _) = ast.unparse(node.func), map(ast.unparse, node.args)

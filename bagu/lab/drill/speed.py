@@ -121,7 +121,7 @@ def time_answer(
     for case in cases or [c for c in spec.cases if c.bench]:
         sets = inputs(spec, case, dtype, device)
         own = calls(_own(spec, device), sets, device)
-        plain = calls(lambda **a: spec.reference(**a), sets, device)
+        plain = calls(spec.by_name(spec.reference), sets, device)
         with Remote(drill, file, case.name, dtype, device) as remote:
             answer_s = slope(remote.run)
             which = Random(time.time_ns()).randrange(len(sets))

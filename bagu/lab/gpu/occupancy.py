@@ -184,7 +184,7 @@ def _softmax_launch() -> Launch:
 def _convolution_launch() -> Launch:
     op = spec("conv2d")
     args = bench_inputs(op, IMAGES, torch.float16, "cuda")
-    return _noted(lambda: op.module("triton").forward(**args), POINTERS)
+    return _noted(lambda: op.apply(op.module("triton").forward, args), POINTERS)
 
 
 def key_of(rows: Sequence[Row]) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from bagu.ops.add_rms_norm import torch_backend
 from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.rms_norm.spec import reference as rms_norm
@@ -57,7 +56,6 @@ SPEC = OpSpec(
     name="add_rms_norm",
     signature="x[*M, N], residual[*M, N], w[N]: float, eps: float -> y[*M, N], s[*M, N]; r[*M]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -11,8 +11,7 @@ from typing import Any
 
 from bagu.ops.attention import cuda
 from bagu.ops.attention.block_sizes import WIDEST
-from bagu.ops.attention.shape import Shape
-from bagu.ops.attention.torch_backend import uniform
+from bagu.ops.attention.shape import Shape, uniform
 from bagu.ops.contract.core import Rule
 
 

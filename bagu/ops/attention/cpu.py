@@ -21,6 +21,7 @@ import torch
 from bagu.ops.attention import dense, flash, tiles
 from bagu.ops.attention.pieces import pieces
 from bagu.ops.attention.shape import Shape, add_sinks
+from bagu.ops.attention.spec import SPEC, Args
 from bagu.ops.call.custom import needs_custom_op
 from bagu.ops.call.eager import once_differentiable, without_autocast
 from bagu.ops.contract.signature import accumulator
@@ -28,6 +29,7 @@ from bagu.ops.contract.values import check_offsets
 from bagu.ops.invariant import invariant_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def _like(q: torch.Tensor) -> torch.Tensor:
@@ -96,10 +98,8 @@ def _backward(
 
 class _Equal(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None, causal: bool, window: int | None, scale: float, softcap: float | None,
-    ) -> Pair:  # fmt: skip
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Pair:
+        slopes, sinks, causal, window, scale, softcap = rest
         shape = Shape(causal=causal, window=window, slopes=slopes, sinks=sinks, softcap=softcap)
         out, lse = _forward(shape, scale, q, k, v)
         ctx.save_for_backward(q, k, v, slopes, sinks, out, lse)
@@ -147,44 +147,40 @@ def _part(x: torch.Tensor, begin: int, count: int, length: int) -> torch.Tensor:
     return x[begin : begin + count * length].unflatten(0, (count, length))
 
 
-def _ragged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def shape_of(a: Args) -> Shape:
+    return Shape(causal=a.causal, window=a.window, slopes=a.slopes, bias=a.bias, sinks=a.sinks, softcap=a.softcap)
+
+
+def scale_of(a: Args) -> float:
+    return a.q.shape[-1] ** -0.5 if a.scale is None else a.scale
+
+
+def _ragged(*values: Any) -> Pair:
     """out[T, H, E] and lse[T, H] of segments of any lengths."""
-    out, lse = _ragged_like(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
-    for run in runs(cu_seqlens, q.shape[0], max_len):
-        found = _forward(shape, scale, *(_part(x, *run) for x in (q, k, v)))
+    a = Args(*values)
+    out, lse = _ragged_like(*values)
+    for run in runs(a.cu_seqlens, a.q.shape[0], a.max_len):
+        found = _forward(shape_of(a), scale_of(a), *(_part(x, *run) for x in (a.q, a.k, a.v)))
         for whole, part in zip((out, lse), found, strict=True):
             _part(whole, *run).copy_(part)
     return out, lse
 
 
-def _ragged_like(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None, scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    T, H, _ = q.shape
-    return q.new_empty(T, H, v.shape[-1]), q.new_empty(T, H, dtype=accumulator(q.dtype))
+def _ragged_like(*values: Any) -> Pair:
+    a = Args(*values)
+    T, H, _ = a.q.shape
+    return a.q.new_empty(T, H, a.v.shape[-1]), a.q.new_empty(T, H, dtype=accumulator(a.q.dtype))
 
 
 @without_autocast
-def _ragged_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def _ragged_backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *values: Any) -> Tensors:
     """dq, dk, dv, dbias and dsinks; the last two are empty if there is no bias or sink."""
-    dq, dk, dv, dbias, dsinks = _ragged_backward_like(
-        dout, q, k, v, cu_seqlens, slopes, bias, sinks, out, lse, max_len, causal, window, scale, softcap
-    )
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
-    total_bias, total_sinks = (torch.zeros_like(x, dtype=accumulator(q.dtype)) for x in (dbias, dsinks))
-    for run in runs(cu_seqlens, q.shape[0], max_len):
-        found = _backward(shape, scale, *(_part(x, *run) for x in (dout, q, k, v, out, lse)))
+    a = Args(*values)
+    dq, dk, dv, dbias, dsinks = _ragged_backward_like(dout, out, lse, *values)
+    total_bias, total_sinks = (torch.zeros_like(x, dtype=accumulator(a.q.dtype)) for x in (dbias, dsinks))
+    for run in runs(a.cu_seqlens, a.q.shape[0], a.max_len):
+        parts = (_part(x, *run) for x in (dout, a.q, a.k, a.v, out, lse))
+        found = _backward(shape_of(a), scale_of(a), *parts)
         for whole, part in zip((dq, dk, dv), found[:3], strict=True):
             _part(whole, *run).copy_(part)
         for total, more in zip((total_bias, total_sinks), found[3:], strict=True):
@@ -193,41 +189,44 @@ def _ragged_backward(
     return dq, dk, dv, dbias.copy_(total_bias), dsinks.copy_(total_sinks)
 
 
-def _ragged_backward_like(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dk, dv, dbias, dsinks = (
-        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (q, k, v, bias, sinks)
+def _ragged_backward_like(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *values: Any) -> Tensors:
+    a = Args(*values)
+    return tuple(
+        a.q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (a.q, a.k, a.v, a.bias, a.sinks)
     )
-    return dq, dk, dv, dbias, dsinks
+
+
+TENSORS = len(SPEC.sig.tensors)  # the first fields of Args
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    q, k, v, cu_seqlens, slopes, bias, sinks, *rest = inputs
-    ctx.save_for_backward(q, k, v, cu_seqlens, slopes, bias, sinks, *output)
-    ctx.rest = rest
+    ctx.save_for_backward(*output, *inputs[:TENSORS])
+    ctx.rest = inputs[TENSORS:]
     ctx.mark_non_differentiable(output[1])
 
 
-_op = torch.library.custom_op("bagu::attention_ragged", _ragged, mutates_args=())
+_schema = SPEC.sig.schema(SPEC.sig.inputs, 2)
+_op = torch.library.custom_op("bagu::attention_ragged", _ragged, mutates_args=(), schema=_schema)
 _op.register_fake(_ragged_like)
-_backward_op = torch.library.custom_op("bagu::attention_ragged_backward", _ragged_backward, mutates_args=())
+_schema = SPEC.sig.schema(SPEC.sig.inputs, 5).replace("(", "(Tensor dout, Tensor out, Tensor lse, ", 1)
+_backward_op = torch.library.custom_op(
+    "bagu::attention_ragged_backward", _ragged_backward, mutates_args=(), schema=_schema
+)
 _backward_op.register_fake(_ragged_backward_like)
 
 
-def ragged_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+def ragged_backward(a: Args, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Tensors:
     """dq, dk, dv, dbias and dsinks, as `_ragged_backward` returns them."""
-    return _backward_op(*args) if needs_custom_op(args) else _ragged_backward(*args)
+    return (_backward_op if needs_custom_op((dout, *a)) else _ragged_backward)(dout, out, lse, *a)
 
 
 def _link(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: a checkpointed block recomputes them at each access and raises at the second
-    dq, dk, dv, *others = ragged_backward(dout, *saved, *ctx.rest)
-    dbias, dsinks = (None if x is None else d for x, d in zip(saved[5:7], others, strict=True))
-    return dq, dk, dv, None, None, dbias, dsinks, *(None for _ in ctx.rest)
+    out, lse, *saved = ctx.saved_tensors  # once: a checkpointed block recomputes them at each access
+    a = Args(*saved, *ctx.rest)
+    dq, dk, dv, dbias, dsinks = ragged_backward(a, dout, out, lse)
+    given = None if a.bias is None else dbias, None if a.sinks is None else dsinks
+    return dq, dk, dv, None, None, *given, *(None for _ in ctx.rest)
 
 
 _op.register_autograd(_link, setup_context=_keep)
@@ -241,9 +240,9 @@ class _Ragged(torch.autograd.Function):
     backward = staticmethod(once_differentiable("attention")(_link))
 
 
-def ragged(*args: Any) -> Pair:
-    """out[T, H, E] and lse[T, H] of segments of any lengths; differentiable. The arguments are those of `_ragged`."""
-    return _op(*args) if needs_custom_op(args) else _Ragged.apply(*args)
+def ragged(a: Args) -> Pair:
+    """out[T, H, E] and lse[T, H] of segments of any lengths; differentiable."""
+    return _op(*a) if needs_custom_op(a) else _Ragged.apply(*a)
 
 
 class Tiled(torch.autograd.Function):
@@ -251,17 +250,17 @@ class Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Pair:
-        q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap = args
-        runs(cu_seqlens, q.shape[0], max_len)  # raises for wrong offsets
-        shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
-        offsets = cu_seqlens.tolist()
-        lengths = [b - a for a, b in pairwise(offsets)]
-        if invariant_rows.available(q.dtype) and replace(shape, window=None).plain:
-            output = invariant_rows.attend(window, scale, q, k, v, offsets, lengths, causal=causal)
+        a = Args(*args)
+        runs(a.cu_seqlens, a.q.shape[0], a.max_len)  # raises for wrong offsets
+        shape, scale, packed = shape_of(a), scale_of(a), (a.q, a.k, a.v)
+        offsets = a.cu_seqlens.tolist()
+        lengths = [end - begin for begin, end in pairwise(offsets)]
+        if invariant_rows.available(a.q.dtype) and replace(shape, window=None).plain:
+            output = invariant_rows.attend(a.window, scale, *packed, offsets, lengths, causal=a.causal)
         else:
-            begins = cu_seqlens.long()
+            begins = a.cu_seqlens.long()
             rows_of = lambda sequence, place: begins[sequence].unsqueeze(1) + place  # noqa: E731
-            output = tiles.attend(shape, scale, q, k, v, rows_of, offsets, lengths)
+            output = tiles.attend(shape, scale, *packed, rows_of, offsets, lengths)
         _keep(ctx, args, output)
         return output
 

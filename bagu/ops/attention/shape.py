@@ -39,6 +39,11 @@ def segment_of(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     return (index(T, cu_seqlens).unsqueeze(1) >= cu_seqlens[1:].unsqueeze(0)).sum(1)
 
 
+def uniform(T: int, cu_seqlens: torch.Tensor, max_len: int) -> bool:
+    """Whether every segment has length max_len, judged by sizes only: S segments of at most max_len tokens sum to T."""
+    return T > 0 and (cu_seqlens.shape[0] - 1) * max_len == T
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The mask, and the terms that change scores."""

@@ -22,45 +22,57 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.attention import flash, torch_backend
+from bagu.ops.attention import flash
 from bagu.ops.attention.choice import PREFER_TORCH, unsupported
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_offsets, check_segments
 
 
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
-    scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+class Args(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    slopes: torch.Tensor | None
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+    max_len: int
+    causal: bool
+    window: int | None
+    scale: float | None
+    softcap: float | None
+
+
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, computed segment by segment."""
-    per_group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    k, v, scale = a.k, a.v, a.scale
+    per_group, scale = a.q.shape[1] // k.shape[1], a.q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k.repeat_interleave(per_group, 1), v.repeat_interleave(per_group, 1)
     outs, lses = [], []
-    for begin, end in pairwise(cu_seqlens.tolist()):
+    for begin, end in pairwise(a.cu_seqlens.tolist()):
         i = torch.arange(end - begin)[:, None]
         j = torch.arange(end - begin)[None, :]
-        s = scale * torch.einsum("ihd,jhd->hij", q[begin:end], k[begin:end])
-        if softcap is not None:
-            s = softcap * torch.tanh(s / softcap)
-        if slopes is not None:
-            s = s - slopes[:, None, None] * (i - j).abs()
-        if bias is not None:
-            R = (bias.shape[1] + 1) // 2
-            s = s + bias[:, R - 1 + (j - i).clamp(1 - R, R - 1)]
-        seen = (j <= i) if causal else torch.ones_like(i - j, dtype=torch.bool)
-        if window is not None:
-            seen = seen & ((i - j).abs() < window)
+        s = scale * torch.einsum("ihd,jhd->hij", a.q[begin:end], k[begin:end])
+        if a.softcap is not None:
+            s = a.softcap * torch.tanh(s / a.softcap)
+        if a.slopes is not None:
+            s = s - a.slopes[:, None, None] * (i - j).abs()
+        if a.bias is not None:
+            R = (a.bias.shape[1] + 1) // 2
+            s = s + a.bias[:, R - 1 + (j - i).clamp(1 - R, R - 1)]
+        seen = (j <= i) if a.causal else torch.ones_like(i - j, dtype=torch.bool)
+        if a.window is not None:
+            seen = seen & ((i - j).abs() < a.window)
         s = s.masked_fill(~seen, -torch.inf)
         lse = s.logsumexp(-1)
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks[:, None])
+        if a.sinks is not None:
+            lse = torch.logaddexp(lse, a.sinks[:, None])
         seen_any = lse.masked_fill(lse == -torch.inf, 0.0)  # -inf - -inf is NaN
         outs.append(torch.einsum("hij,jhe->ihe", (s - seen_any[..., None]).exp(), v[begin:end]))
         lses.append(lse.T)
@@ -246,8 +258,8 @@ SPEC = OpSpec(
     signature="q[T, H, D], k[T, G, D], v[T, G, E], cu_seqlens[S1]: i32, slopes[H]?: float, bias[H, P]?: float,"
     " sinks[H]?: float, max_len: int, causal: bool, window: int?, scale: float?, softcap: float?"
     " -> out[T, H, E], lse[T, H]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -12,7 +12,8 @@ from enum import Enum, auto
 import torch
 
 from bagu.ops.attention import cpu, cuda, dense
-from bagu.ops.attention.shape import Shape, segment_of
+from bagu.ops.attention.shape import Shape, segment_of, uniform
+from bagu.ops.attention.spec import Args
 from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.contract.values import check_offsets
@@ -27,11 +28,6 @@ class Path(Enum):
     CUDA_PACKED = auto()
     DENSE_EQUAL = auto()
     DENSE_RAGGED = auto()
-
-
-def uniform(T: int, cu_seqlens: torch.Tensor, max_len: int) -> bool:
-    """Whether every segment has length max_len, judged by sizes only: S segments of at most max_len tokens sum to T."""
-    return T > 0 and (cu_seqlens.shape[0] - 1) * max_len == T
 
 
 def path(q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> Path:
@@ -61,38 +57,28 @@ def _split(x: torch.Tensor, length: int) -> torch.Tensor:
     return x.unsqueeze(0) if x.shape[0] == length else x.unflatten(0, (-1, length))
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
-    scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias, sinks=sinks, softcap=softcap)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    way = path(q, v, cu_seqlens, max_len, shape)
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    q, cu_seqlens, shape, scale = a.q, a.cu_seqlens, cpu.shape_of(a), cpu.scale_of(a)
+    way = path(q, a.v, cu_seqlens, a.max_len, shape)
     if way is Path.CPU_RAGGED:
-        return cpu.ragged(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
+        return cpu.ragged(a)
     if way is Path.CUDA_PACKED:
-        return cuda.packed(shape, scale, q, k, v, cu_seqlens, max_len)
-    length = q.shape[0] if way is Path.DENSE_RAGGED else max_len
-    parts = [_split(x, length) for x in (q, k, v)]
+        return cuda.packed(shape, scale, q, a.k, a.v, cu_seqlens, a.max_len)
+    length = q.shape[0] if way is Path.DENSE_RAGGED else a.max_len
+    parts = [_split(x, length) for x in (q, a.k, a.v)]
     if way is Path.CPU_EQUAL:
-        _check_equal(cu_seqlens, max_len)
+        _check_equal(cu_seqlens, a.max_len)
         out, lse = cpu.equal(shape, scale, *parts)
     elif way is Path.CUDA_EQUAL:
         out, lse = cuda.equal(shape, scale, *parts)
     else:
-        added = _added(q, cu_seqlens, max_len, shape)
-        out, lse = dense.forward(added, scale, *parts, sinks=sinks, softcap=softcap)
+        added = _added(q, cu_seqlens, a.max_len, shape)
+        out, lse = dense.forward(added, scale, *parts, sinks=a.sinks, softcap=a.softcap)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
-def invariant_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
-    scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return cpu.Tiled.apply(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    return cpu.Tiled.apply(*a)
 
 
 def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape) -> torch.Tensor | None:
@@ -104,17 +90,14 @@ def _added(q: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, shape: Shape
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    a: Args, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The backward with all scores in memory, for the forward of another backend; each path above has its own."""
-    shape = Shape(causal=causal, window=window, slopes=slopes, bias=bias)
-    length = max_len if uniform(q.shape[0], cu_seqlens, max_len) else q.shape[0]
-    parts = [_split(x, length) for x in (dout, q, k, v)]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    added = _added(q, cu_seqlens, max_len, shape)
-    grads = dense.backward(added, scale, *parts, sinks=sinks, softcap=softcap)
-    dbias = None if bias is None else shape.bias_gradient(grads.scores).to(bias.dtype)
-    dsinks = None if sinks is None or grads.sinks is None else grads.sinks.to(sinks.dtype)
+    q, shape, scale = a.q, cpu.shape_of(a), cpu.scale_of(a)
+    length = a.max_len if uniform(q.shape[0], a.cu_seqlens, a.max_len) else q.shape[0]
+    parts = [_split(x, length) for x in (dout, q, a.k, a.v)]
+    added = _added(q, a.cu_seqlens, a.max_len, shape)
+    grads = dense.backward(added, scale, *parts, sinks=a.sinks, softcap=a.softcap)
+    dbias = None if a.bias is None else shape.bias_gradient(grads.scores).to(a.bias.dtype)
+    dsinks = None if a.sinks is None or grads.sinks is None else grads.sinks.to(a.sinks.dtype)
     return grads.q.flatten(0, 1), grads.k.flatten(0, 1), grads.v.flatten(0, 1), dbias, dsinks

@@ -22,9 +22,11 @@ from bagu.ops.attention.backward_kernels import dkdv_kernel, dq_kernel
 from bagu.ops.attention.block_sizes import Block, Blocks, blocks_for, reads_by_tma, width
 from bagu.ops.attention.forward_kernel import forward_kernel
 from bagu.ops.attention.shape import side_by_side
+from bagu.ops.attention.spec import Args
 from bagu.ops.attention.work_list import list_tiles
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import fp32_pair, triton_acc
+from bagu.ops.paged_attention.spec import Args as Paged
 from bagu.ops.paged_attention.triton_backend import attend_invariant
 from bagu.ops.replay.launcher import with_scratch_memory
 
@@ -87,53 +89,48 @@ def _constants(
     }  # fmt: skip
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
-    scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """Without `cu_seqlens` every segment has max_len tokens, and no list of tiles is made."""
+    q, k, v, slopes, sinks, scale = a.q, a.k, a.v, a.slopes, a.sinks, a.scale
     (T, H, D), (G, E) = q.shape, v.shape[1:]
     out, lse = q.new_empty(T, H, E), q.new_empty(T, H, dtype=accumulator(q.dtype))
     if T == 0:
         return out, lse
     scale = D**-0.5 if scale is None else scale
     slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
-    block = _blocks(q, v, window, softcap).forward
+    block = _blocks(q, v, a.window, a.softcap).forward
     q, k, v = (readable(x) for x in (q, k, v))
-    tiles, count = _tiles(cu_seqlens, T, max_len, block.M, from_end=False)
+    tiles, count = _tiles(a.cu_seqlens, T, a.max_len, block.M, from_end=False)
     _launch(
-        forward_kernel, (count, H), q, k, v, slopes, sinks, out, lse, tiles, max_len, H, H // G,
-        _reach(window, max_len), *_scores(scale, softcap), *(x.stride(d) for d in (0, 1) for x in (q, k, v)),
-        **_constants(q, v, slopes, causal, window, softcap, block),
+        forward_kernel, (count, H), q, k, v, slopes, sinks, out, lse, tiles, a.max_len, H, H // G,
+        _reach(a.window, a.max_len), *_scores(scale, a.softcap), *(x.stride(d) for d in (0, 1) for x in (q, k, v)),
+        **_constants(q, v, slopes, a.causal, a.window, a.softcap, block),
     )  # fmt: skip
     return out, lse
 
 
-def invariant_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, slopes: torch.Tensor | None,
-    bias: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int, causal: bool, window: int | None,
-    scale: float | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The bits that `paged_attention` gives these tokens in invariant mode, by its kernel.
 
     It has no softcap and no bidirectional attention. Such a model does not decode from a cache, and `forward` computes
     a segment by its own length alone.
     """
-    if not causal or softcap is not None:
-        return forward(q, k, v, cu_seqlens, slopes, bias, sinks, max_len, causal, window, scale, softcap)
+    if not a.causal or a.softcap is not None:
+        return forward(a)
+    none: Any = None  # packed keys have no block tables
     return attend_invariant(
-        q, k.unsqueeze(1), v.unsqueeze(1), None, cu_seqlens, None, slopes, sinks, max_len, max_len, window, scale
-    )
+        Paged(
+            a.q, a.k.unsqueeze(1), a.v.unsqueeze(1), none, a.cu_seqlens, none, a.slopes, None, a.sinks, None, None,
+            a.max_len, a.max_len, a.window, a.scale,
+        )
+    )  # fmt: skip
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor, max_len: int, causal: bool, window: int | None, scale: float | None, softcap: float | None, *,
-    into: Sequence[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    a: Args, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, into: Sequence[torch.Tensor] | None = None
+) -> tuple[torch.Tensor | None, ...]:
     """`into` are dq, dk and dv to write, with any stride between tokens."""
+    q, k, v, slopes, scale = a.q, a.k, a.v, a.slopes, a.scale
     (T, H, D), (G, E) = q.shape, v.shape[1:]
     scale = D**-0.5 if scale is None else scale
     slopes = None if slopes is None else slopes.contiguous()
@@ -141,23 +138,23 @@ def backward(
     stats = q.new_empty(H, T, 2, dtype=lse.dtype)  # log2 and delta (backward_kernels.py)
     dq, dk, dv = (q.new_empty(T, H, D), k.new_empty(T, G, D), v.new_empty(T, G, E)) if into is None else into
     if T > 0:
-        blocks, read = _blocks(q, v, window, softcap), (q, k, v, slopes, dout)
-        scalars = H // G, _reach(window, max_len), *_scores(scale, softcap)
-        sized = lambda block: _constants(q, v, slopes, causal, window, softcap, block)  # noqa: E731
-        tiles, count = _tiles(cu_seqlens, T, max_len, blocks.dq.M, from_end=False)
+        blocks, read = _blocks(q, v, a.window, a.softcap), (q, k, v, slopes, dout)
+        scalars = H // G, _reach(a.window, a.max_len), *_scores(scale, a.softcap)
+        sized = lambda block: _constants(q, v, slopes, a.causal, a.window, a.softcap, block)  # noqa: E731
+        tiles, count = _tiles(a.cu_seqlens, T, a.max_len, blocks.dq.M, from_end=False)
         _launch(
-            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, stats, tiles, max_len, T, H, *scalars,
+            dq_kernel, (count, H), *read, out, lse.contiguous(), dq, stats, tiles, a.max_len, T, H, *scalars,
             *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout, out)), dq.stride(0), **sized(blocks.dq),
         )  # fmt: skip
-        tiles, count = _tiles(cu_seqlens, T, max_len, blocks.dkdv.N, from_end=True)
+        tiles, count = _tiles(a.cu_seqlens, T, a.max_len, blocks.dkdv.N, from_end=True)
         _launch(
-            dkdv_kernel, (count, G), *read, stats, dk, dv, tiles, max_len, T, G, *scalars,
+            dkdv_kernel, (count, G), *read, stats, dk, dv, tiles, a.max_len, T, G, *scalars,
             *(x.stride(d) for d in (0, 1) for x in (q, k, v, dout)), dk.stride(0), dv.stride(0), GROUPED=H != G,
             **sized(blocks.dkdv),
         )  # fmt: skip
     dsinks = None
-    if sinks is not None:
+    if a.sinks is not None:
         log2, delta = stats.unbind(2)
-        weights = torch.exp2(sinks.to(log2.dtype).unsqueeze(1) * LOG2E - log2)
-        dsinks = -(weights * delta).sum(1).to(sinks.dtype)
+        weights = torch.exp2(a.sinks.to(log2.dtype).unsqueeze(1) * LOG2E - log2)
+        dsinks = -(weights * delta).sum(1).to(a.sinks.dtype)
     return dq, dk, dv, None, dsinks

@@ -18,43 +18,45 @@ Paper: https://arxiv.org/abs/1502.03167
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ArgumentError
-from bagu.ops.batch_norm import torch_backend
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 
 
-def reference(
-    x: torch.Tensor,
-    w: torch.Tensor | None,
-    b: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    relu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor | None
+    b: torch.Tensor | None
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+    relu: bool
+
+
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The definition, one channel per row."""
-    rows = x.transpose(0, 1).flatten(1)  # [C, n]
+    running_mean, running_var, momentum = a.running_mean, a.running_var, a.momentum
+    rows = a.x.transpose(0, 1).flatten(1)  # [C, n]
     n = rows.shape[1]
-    if training:
+    if a.training:
         mean, var = rows.mean(1), (rows - rows.mean(1, keepdim=True)).square().mean(1)
     else:
         assert running_mean is not None and running_var is not None
         mean, var = running_mean, running_var
-    out = (rows - mean[:, None]) / torch.sqrt(var[:, None] + eps)
-    out = out if w is None else out * w[:, None]
-    out = out if b is None else out + b[:, None]
-    out = out.relu() if relu else out
-    y = out.unflatten(1, (x.shape[0], *x.shape[2:])).transpose(0, 1)
+    out = (rows - mean[:, None]) / torch.sqrt(var[:, None] + a.eps)
+    out = out if a.w is None else out * a.w[:, None]
+    out = out if a.b is None else out + a.b[:, None]
+    out = out.relu() if a.relu else out
+    y = out.unflatten(1, (a.x.shape[0], *a.x.shape[2:])).transpose(0, 1)
     if running_mean is None or running_var is None:
         return y, mean, var * n / (n - 1)
-    if not training or not n:
+    if not a.training or not n:
         return y, running_mean, running_var
     new_var = (1 - momentum) * running_var + momentum * var * n / (n - 1)
     return y, (1 - momentum) * running_mean + momentum * mean, new_var
@@ -122,8 +124,8 @@ SPEC = OpSpec(
     signature="x[B, C, *S], w[C]?: float, b[C]?: float, running_mean[C]?: float, running_var[C]?: float, "
     "training: bool, momentum: float, eps: float, relu: bool "
     "-> y[B, C, *S], new_mean[C]: acc, new_var[C]: acc; mean[C]: acc, r[C]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.batch_norm.spec import Args
 from bagu.ops.batch_norm.tiling import Tiling, as_channels
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import channels_last, empty_like, triton_acc
@@ -307,21 +308,20 @@ def _flat(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None, training: bool, momentum: float, eps: float, relu: bool,
-    *, elements: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    a: Args, *, elements: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, w, b = a.x, a.w, a.b
     C, acc, y = x.shape[1], accumulator(x.dtype), empty_like(x)
     mean, r, new_mean, new_var = (torch.empty(C, dtype=acc, device=x.device) for _ in range(4))
     if not x.numel():
-        return y, *_of_nothing(running_mean, running_var, eps, new_mean, new_var, mean, r)
+        return y, *_of_nothing(a.running_mean, a.running_var, a.eps, new_mean, new_var, mean, r)
     flat = _flat(x, x)
-    w, b, *old = (None if v is None else v.contiguous() for v in (w, b, running_mean, running_var))
+    w, b, *old = (None if v is None else v.contiguous() for v in (w, b, a.running_mean, a.running_var))
     t = Tiling.of(flat, elements, num_warps)
-    part, parts = statistics(flat, tiling=t) if training else (None, 1)
+    part, parts = statistics(flat, tiling=t) if a.training else (None, 1)
     normalize(
-        flat, part, parts, (w, b), y, mean, r, eps, tiling=t, C=C, old=(old[0], old[1]), new=(new_mean, new_var),
-        momentum=momentum, relu=relu,
+        flat, part, parts, (w, b), y, mean, r, a.eps, tiling=t, C=C, old=(old[0], old[1]), new=(new_mean, new_var),
+        momentum=a.momentum, relu=a.relu,
     )  # fmt: skip
     return y, new_mean, new_var, mean, r
 
@@ -339,17 +339,17 @@ def _of_nothing(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, mean: torch.Tensor,
-    r: torch.Tensor, training: bool, momentum: float, eps: float, relu: bool,
-    *, elements: int | None = None, num_warps: int | None = None,
+    a: Args, dy: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, elements: int | None = None,
+    num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    x = a.x
     dx = empty_like(x)
     if not x.numel():
-        return dx, None if w is None else torch.zeros_like(w), None if b is None else torch.zeros_like(b)
+        return dx, None if a.w is None else torch.zeros_like(a.w), None if a.b is None else torch.zeros_like(a.b)
     flat, dys = _flat(x, x), _flat(dy, x)
-    scale, shift = (None if v is None else v.contiguous() for v in (w, b))
+    scale, shift = (None if v is None else v.contiguous() for v in (a.w, a.b))
     dw, db = (None if v is None else torch.empty_like(v) for v in (scale, shift))
     t = Tiling.of(flat, elements, num_warps)
-    part = channel_sums(dys, flat, mean, r, tiling=t, C=x.shape[1], relu=(scale, shift) if relu else None)
-    pull(dys, flat, mean, r, (scale, shift), part, dx, (dw, db), tiling=t, relu=relu, training=training)
+    part = channel_sums(dys, flat, mean, r, tiling=t, C=x.shape[1], relu=(scale, shift) if a.relu else None)
+    pull(dys, flat, mean, r, (scale, shift), part, dx, (dw, db), tiling=t, relu=a.relu, training=a.training)
     return dx, dw, db

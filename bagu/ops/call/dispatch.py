@@ -162,7 +162,7 @@ def _found_route(
     elif (name := _choose(spec, asked, first, args)) == "torch" and not (casts and spec.grads and not traced(first)):
         forward = spec.torch_backend.forward
         # an op without gradients has none on any backend; the key of the route has the grad mode
-        route = _in_order(forward if spec.grads or not torch.is_grad_enabled() else torch.no_grad()(forward))
+        route = _in_order(spec, forward if spec.grads or not torch.is_grad_enabled() else torch.no_grad()(forward))
     elif name == "torch":  # inside autocast, autograd's backward would cast its products
         load(spec.name, name)
         route = _nodes[spec.name, name].route(values)
@@ -184,7 +184,7 @@ def _invariant(
     """The route of a call in batch-invariant mode; raises if the op has no such kernel for it."""
     backend = backend_of(spec, asked, first)
     if backend == "torch":
-        return _in_order(forward_of(spec, backend, first))
+        return _in_order(spec, forward_of(spec, backend, first))
     _choose(spec, backend, first, args)  # raises if the kernels cannot run
     if transformed():
         raise _without_transforms(spec, backend)
@@ -203,7 +203,9 @@ def _without_transforms(spec: OpSpec, backend: str) -> BackendError:
     )
 
 
-def _in_order(forward: Callable[..., Any]) -> Route:
+def _in_order(spec: OpSpec, forward: Callable[..., Any]) -> Route:
+    if (record := spec.args) is not None:
+        return lambda values, pointers: forward(record(*values))
     return lambda values, pointers: forward(*values)
 
 
@@ -240,11 +242,12 @@ def _traced(spec: OpSpec, backend: str | None, first: torch.Tensor, args: Mappin
     choice = scope.current()
     asked = backend if backend is not None else choice.backend
     if choice.invariant:
-        return forward_of(spec, backend_of(spec, asked, first), first)(**args)
+        return spec.apply(forward_of(spec, backend_of(spec, asked, first), first), args)
     name = _choose(spec, asked, first, args)
     if name == "torch":
+        load(spec.name, name)
         with nullcontext() if spec.grads else torch.no_grad():
-            return spec.torch_backend.forward(**args)
+            return spec.apply(spec.torch_backend.forward, args)
     load_op(spec.name, name)
     return listed(getattr(torch.ops.bagu, f"{spec.name}_{name}")(*[args[n] for n in spec.names]))
 

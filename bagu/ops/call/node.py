@@ -158,7 +158,7 @@ def forward_host(spec: OpSpec, forward: Forward) -> Host:
     def run(values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         with _on(values[first]), _uncast(values[first]):
             given = _resolved(values)
-            results = tuple(forward(**dict(zip(names, given, strict=True))))
+            results = tuple(spec.apply(forward, dict(zip(names, given, strict=True))))
             for i in mutated:
                 if given[i] is not values[i]:  # a copy without the lazy negation
                     values[i].copy_(given[i])
@@ -175,7 +175,7 @@ def backward_host(spec: OpSpec, backward: Backward) -> Host:
         needs, *given = values
         more = {"needs": dict(zip(spec.made, needs, strict=True))} if chooses else {}
         with _on(given[0]), _uncast(given[0]):
-            return tuple(backward(**dict(zip(names, _resolved(given), strict=True)), **more))
+            return tuple(spec.apply(backward, dict(zip(names, _resolved(given), strict=True)), **more))
 
     return run
 

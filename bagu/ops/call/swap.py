@@ -62,7 +62,9 @@ def _function(mine: Placed) -> Any:
         given = [v.detach().requires_grad_(n) if isinstance(v, torch.Tensor) else v
                  for v, n in zip(ctx.values, ctx.needs_input_grad, strict=True)]  # fmt: skip
         with torch.enable_grad():
-            outputs = spec.torch_backend.forward(*given)[: len(spec.sig.outputs)]
+            outputs = spec.apply(spec.torch_backend.forward, dict(zip(spec.names, given, strict=True)))[
+                : len(spec.sig.outputs)
+            ]
         flows = [(y, d) for y, d in zip(outputs, douts, strict=True) if y.requires_grad and d is not None]
         wanted = [v for v in given if isinstance(v, torch.Tensor) and v.requires_grad]
         grads = iter(torch.autograd.grad([y for y, _ in flows], wanted, [d for _, d in flows]))

@@ -109,12 +109,14 @@ class OpSpec:
     A backend is the module `bagu.ops.<name>.<backend>_backend` with two functions that take keyword arguments:
     `forward(inputs) -> (outputs, residuals)` and, if the op has gradients,
     `backward(d<output> of each differentiable output, the `saves`, the scalars) -> a gradient (or None) per `made``.
+    In an op with `args`, the inputs are one argument, a record of that class: `forward(args)`, `reference(args)`,
+    `backward(args, d<output>…, <saved result>…)`. A backward finds the saved inputs and the scalars in it; the other
+    inputs are None there.
     """
 
     name: str
     signature: str
     reference: Callable[..., Outputs]
-    torch_backend: ModuleType  # always imported: the compiler traces it; the others load on first use
     inputs: Callable[[Case, Streams], dict[str, Any]]
     cost: Callable[[Mapping[str, int], int], Cost]  # takes the sizes of the dims and the itemsize of the first tensor
     cases: Sequence[Case]
@@ -122,6 +124,7 @@ class OpSpec:
     independent: Sequence[str]  # dims along which results are independent, so they can be sharded over devices
     ulps_of: Mapping[str, float] = field(default_factory=dict)  # results with a different `ulps`
     torch_cpu_ulps_of: Mapping[str, float] = field(default_factory=dict)  # results less exact in PyTorch's CPU kernels
+    args: Callable[..., tuple[Any, ...]] | None = None  # the inputs as a NamedTuple, in the signature's order
     backends: Sequence[str] = ("torch", "triton")
     unsupported: Callable[[Mapping[str, Any]], str | None] | None = None  # the reason Triton cannot run a call
     prefer_torch: Sequence[Rule] = ()  # supported CUDA calls that default to torch
@@ -144,12 +147,29 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         assert not set(self.mutates) & set(self.grads), f"{self.name}: an input that is changed has no gradient"
+        assert self.args is None or getattr(self.args, "_fields", ()) == self.names, f"{self.name}: Args and signature"
         # parse now: a first call under torch.compile could not
         _ = (self.sig, self.differentiable, self.made, self.names, self.first, self.routes)
 
     @cached_property
     def sig(self) -> Signature:
         return Signature.parse(self.signature)
+
+    @cached_property
+    def torch_backend(self) -> ModuleType:
+        """Loaded before the compiler traces a call (`dispatch.load`)."""
+        return importlib.import_module(f"bagu.ops.{self.name}.torch_backend")
+
+    def apply(self, fn: Callable[..., Any], given: Mapping[str, Any], /, **options: Any) -> Any:
+        """Call one of the op's functions (its reference, a forward or backward, a peer) with arguments by name."""
+        if self.args is None:
+            return fn(**given, **options)
+        rest = {name: value for name, value in given.items() if name not in self.names}
+        return fn(self.args(*[given.get(name) for name in self.names]), **rest, **options)
+
+    def by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """One of the op's functions as a function of keyword arguments, as the public function is."""
+        return fn if self.args is None else lambda **given: self.apply(fn, given)
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
@@ -255,7 +275,7 @@ def check(
     streams = Streams(spec.name, case.name)
     rounded = spec.cast(case, spec.inputs(case, streams), dtype)
     spec.bind(rounded)
-    reference = partial(_run, spec, case, spec.reference, streams=streams, layout=layout)
+    reference = partial(_run, spec, case, spec.by_name(spec.reference), streams=streams, layout=layout)
     want = reference(rounded, torch.float64)
 
     @cache

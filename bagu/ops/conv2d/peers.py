@@ -6,14 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops.activations import activate
+from bagu.ops.conv2d.spec import Args
 
 
-def eager(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
-    dilation_h: int, dilation_w: int, groups: int, activation: str | None,
-) -> torch.Tensor:  # fmt: skip
+def eager(a: Args) -> torch.Tensor:
     """cuDNN on a GPU, with the fastest algorithm for these sizes."""
     torch.backends.cudnn.benchmark = True
-    steps = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
-    y = F.conv2d(x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), bias, *steps, groups)
-    return activate(y.permute(0, 2, 3, 1), activation)
+    steps = (a.stride_h, a.stride_w), (a.pad_h, a.pad_w), (a.dilation_h, a.dilation_w)
+    y = F.conv2d(a.x.permute(0, 3, 1, 2), a.w.permute(0, 3, 1, 2), a.bias, *steps, a.groups)
+    return activate(y.permute(0, 2, 3, 1), a.activation)

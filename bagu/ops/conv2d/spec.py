@@ -13,7 +13,7 @@ Paper: https://arxiv.org/abs/1410.0759 (cuDNN: convolution as an implicit matrix
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,23 +22,51 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.conv2d import torch_backend
 from bagu.ops.conv2d.tiles import Steps
 
 Pair = tuple[int, int]
 AXES = (("h", "H", "R"), ("w", "W", "S"))
 
 
-def reference(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
-    dilation_h: int, dilation_w: int, groups: int, activation: str | None,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dilation_h: int
+    dilation_w: int
+    groups: int
+    activation: str | None
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    steps = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
-    if x.dtype == torch.float32:  # the error of fp32 is that of torch's fp32 convolution, which may be Winograd's
-        return activate(torch_backend.convolved(x, w, bias, *steps, groups), activation)
-    y = by_taps(x, w, *steps, groups)
-    return activate(y if bias is None else y + bias, activation)
+    steps = (a.stride_h, a.stride_w), (a.pad_h, a.pad_w), (a.dilation_h, a.dilation_w)
+    if a.x.dtype == torch.float32:  # the error of fp32 is that of torch's fp32 convolution, which may be Winograd's
+        return activate(convolved(a.x, a.w, a.bias, *steps, a.groups), a.activation)
+    y = by_taps(a.x, a.w, *steps, a.groups)
+    return activate(y if a.bias is None else y + a.bias, a.activation)
+
+
+def channels_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, W, C] as a view [B, C, H, W]."""
+    return x.permute(0, 3, 1, 2)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] as a view [B, H, W, C]."""
+    return x.permute(0, 2, 3, 1)
+
+
+def convolved(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, int], pad: tuple[int, int],
+    dilation: tuple[int, int], groups: int,
+) -> torch.Tensor:  # fmt: skip
+    y = F.conv2d(channels_first(x), channels_first(w), bias, stride, pad, dilation, groups)
+    return channels_last(y)
 
 
 def by_taps(x: torch.Tensor, w: torch.Tensor, stride: Pair, pad: Pair, dilation: Pair, groups: int) -> torch.Tensor:
@@ -148,8 +176,8 @@ SPEC = OpSpec(
         "x[B, H, W, C], w[O, R, S, I], bias[O]?, stride_h: int, stride_w: int, pad_h: int, pad_w: int, "
         "dilation_h: int, dilation_w: int, groups: int, activation: str? -> y[B, P, Q, O]"
     ),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

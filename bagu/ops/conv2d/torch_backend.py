@@ -9,21 +9,11 @@ fp32 images follow `torch.backends.cudnn.allow_tf32`, which is True unless the u
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from bagu.ops.activations import activate, activation_backward
+from bagu.ops.conv2d.spec import Args, channels_first, channels_last, convolved
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def channels_first(x: torch.Tensor) -> torch.Tensor:
-    """[B, H, W, C] as a view [B, C, H, W]."""
-    return x.permute(0, 3, 1, 2)
-
-
-def channels_last(x: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] as a view [B, H, W, C]."""
-    return x.permute(0, 2, 3, 1)
 
 
 def _wide(x: torch.Tensor, activation: str | None = None) -> torch.dtype:
@@ -31,23 +21,13 @@ def _wide(x: torch.Tensor, activation: str | None = None) -> torch.dtype:
     return torch.float32 if widens and x.element_size() == 2 else x.dtype
 
 
-def convolved(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, int], pad: tuple[int, int],
-    dilation: tuple[int, int], groups: int,
-) -> torch.Tensor:  # fmt: skip
-    y = F.conv2d(channels_first(x), channels_first(w), bias, stride, pad, dilation, groups)
-    return channels_last(y)
-
-
-def forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
-    dilation_h: int, dilation_w: int, groups: int, activation: str | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    wide, steps = _wide(x, activation), ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w))
+def forward(a: Args) -> tuple[torch.Tensor]:
+    x = a.x
+    wide, steps = _wide(x, a.activation), ((a.stride_h, a.stride_w), (a.pad_h, a.pad_w), (a.dilation_h, a.dilation_w))
     if wide == x.dtype:
-        return (activate(convolved(x, w, bias, *steps, groups), activation),)
-    z = convolved(x.to(wide), w.to(wide), None if bias is None else bias.to(wide), *steps, groups)
-    return (activate(z, activation).to(x.dtype),)
+        return (activate(convolved(x, a.w, a.bias, *steps, a.groups), a.activation),)
+    z = convolved(x.to(wide), a.w.to(wide), None if a.bias is None else a.bias.to(wide), *steps, a.groups)
+    return (activate(z, a.activation).to(x.dtype),)
 
 
 def gradients(
@@ -64,13 +44,10 @@ def gradients(
     return dx, dw, None if found[2] is None or bias is None else found[2].to(bias.dtype)
 
 
-def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int,
-    pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int, activation: str | None,
-) -> Gradients:  # fmt: skip
-    wide, steps = _wide(x, activation), ((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w))
+def backward(a: Args, dy: torch.Tensor) -> Gradients:
+    wide, steps = _wide(a.x, a.activation), ((a.stride_h, a.stride_w), (a.pad_h, a.pad_w), (a.dilation_h, a.dilation_w))
     dz = dy.to(wide)
-    if activation is not None:
-        z = convolved(x.to(wide), w.to(wide), None if bias is None else bias.to(wide), *steps, groups)
-        dz = activation_backward(dz, z, activation)
-    return gradients(dz, x, w, bias, *steps, groups)
+    if a.activation is not None:
+        z = convolved(a.x.to(wide), a.w.to(wide), None if a.bias is None else a.bias.to(wide), *steps, a.groups)
+        dz = activation_backward(dz, z, a.activation)
+    return gradients(dz, a.x, a.w, a.bias, *steps, a.groups)

@@ -15,8 +15,9 @@ import triton.language as tl
 from bagu.ops.activations import activation_backward
 from bagu.ops.conv2d.hopper_kernel import hopper_kernel
 from bagu.ops.conv2d.pointer_kernel import pointer_kernel
+from bagu.ops.conv2d.spec import Args, channels_first
 from bagu.ops.conv2d.tiles import Box, Steps, box_of, boxes
-from bagu.ops.conv2d.torch_backend import Gradients, channels_first, gradients
+from bagu.ops.conv2d.torch_backend import Gradients, gradients
 from bagu.ops.kernels.launch import is_hopper, next_power_of_2, num_sms, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 from bagu.ops.transpose import triton_backend as transposition
@@ -108,27 +109,22 @@ def _by_pointers(
     )  # fmt: skip
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int, pad_h: int, pad_w: int,
-    dilation_h: int, dilation_w: int, groups: int, activation: str | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    steps = Steps(stride=(stride_h, stride_w), pad=(pad_h, pad_w), dilation=(dilation_h, dilation_w))
-    return (convolve(x, w, bias, steps, groups, activation),)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    steps = Steps(stride=(a.stride_h, a.stride_w), pad=(a.pad_h, a.pad_w), dilation=(a.dilation_h, a.dilation_w))
+    return (convolve(a.x, a.w, a.bias, steps, a.groups, a.activation),)
 
 
-def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride_h: int, stride_w: int,
-    pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int, activation: str | None,
-) -> Gradients:  # fmt: skip
-    steps = Steps(stride=(stride_h, stride_w), pad=(pad_h, pad_w), dilation=(dilation_h, dilation_w))
+def backward(a: Args, dy: torch.Tensor) -> Gradients:
+    w = a.w
+    steps = Steps(stride=(a.stride_h, a.stride_w), pad=(a.pad_h, a.pad_w), dilation=(a.dilation_h, a.dilation_w))
     dz = dy
-    if activation is not None:  # the convolution is computed again instead of kept
-        z = convolve(x, w, bias, steps, groups, None)
+    if a.activation is not None:  # the convolution is computed again instead of kept
+        z = convolve(a.x, w, a.bias, steps, a.groups, None)
         wide = torch.promote_types(z.dtype, torch.float32)
-        dz = activation_backward(dy.to(wide), z.to(wide), activation).to(dy.dtype)
+        dz = activation_backward(dy.to(wide), z.to(wide), a.activation).to(dy.dtype)
     flipped = [d * (k - 1) - p for d, k, p in zip(steps.dilation, w.shape[1:3], steps.pad, strict=True)]
-    by_kernel = steps.stride == (1, 1) and groups == 1 and min(flipped) >= 0
-    dx, dw, dbias = gradients(dz, x, w, bias, steps.stride, steps.pad, steps.dilation, groups, data=not by_kernel)
+    by_kernel = steps.stride == (1, 1) and a.groups == 1 and min(flipped) >= 0
+    dx, dw, dbias = gradients(dz, a.x, w, a.bias, steps.stride, steps.pad, steps.dilation, a.groups, data=not by_kernel)
     if by_kernel:
         whole = Steps(stride=(1, 1), pad=(flipped[0], flipped[1]), dilation=steps.dilation)
         dx = convolve(dz, w.flip(1, 2).permute(3, 1, 2, 0), None, whole, 1, None)

@@ -13,34 +13,40 @@ Dims: M = tokens, V = vocabulary.   Papers: https://arxiv.org/abs/1512.00567 (sm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.cross_entropy import torch_backend
 
 IGNORED = -100  # in the targets of a case: stands for the case's ignore_index
 ALL, INF, NAN = ..., float("inf"), float("nan")
 
 
-def reference(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> torch.Tensor:
+class Args(NamedTuple):
+    logits: torch.Tensor
+    targets: torch.Tensor
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition. An ignored row is replaced by zeros, so that its NaN and its gradient do not propagate."""
-    kept = targets != ignore_index
-    x = torch.where(kept.unsqueeze(-1), logits, 0.0)
+    targets = a.targets
+    kept = targets != a.ignore_index
+    x = torch.where(kept.unsqueeze(-1), a.logits, 0.0)
     inside = (targets >= 0) & (targets < x.shape[-1])
     word = torch.where(inside, targets, 0).long().unsqueeze(-1)
     target_logit = torch.where(inside, x.gather(-1, word).squeeze(-1), torch.nan)
     lse = x.logsumexp(-1)
-    loss = lse - (1 - label_smoothing) * target_logit
-    if label_smoothing:  # 0 * -inf is NaN
-        loss = loss - label_smoothing * x.mean(-1)
-    if z_loss:
-        loss = loss + z_loss * lse.square()
+    loss = lse - (1 - a.label_smoothing) * target_logit
+    if a.label_smoothing:  # 0 * -inf is NaN
+        loss = loss - a.label_smoothing * x.mean(-1)
+    if a.z_loss:
+        loss = loss + a.z_loss * lse.square()
     return torch.where(kept, loss, 0.0)
 
 
@@ -136,8 +142,8 @@ SPEC = OpSpec(
     name="cross_entropy",
     signature="logits[*M, V], targets[*M]: int, ignore_index: int, label_smoothing: float, z_loss: float"
     " -> losses[*M]: acc; lse[*M]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.cross_entropy.spec import Args
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 
 TUNABLE = {  # the tests run every combination
@@ -171,14 +172,14 @@ def _backward(
 
 
 def reduce_rows(
-    rows: torch.Tensor, targets: torch.Tensor, y: torch.Tensor, lse: torch.Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float,
-    *, loss: bool, block: int | None = None, splits: int | None = None, num_warps: int | None = None,
+    a: Args, y: torch.Tensor, lse: torch.Tensor, *, loss: bool, block: int | None = None, splits: int | None = None,
+    num_warps: int | None = None,
 ) -> None:  # fmt: skip
     """Write `lse`, and into `y` each row's loss or, with `loss=False`, its target's logit.
 
-    rows is [M, V] with unit stride along V; targets, y and lse are contiguous [M].
+    The logits are [M, V] with unit stride along V; targets, y and lse are contiguous [M].
     """
+    rows, scalars = a.logits, (a.ignore_index, a.label_smoothing, a.z_loss)
     (M, V), acc, G = rows.shape, triton_acc(rows.dtype), 16 // rows.element_size()
     block = min(block or 4096, max(next_power_of_2(V), 2 * G))
     # a program streams about 10 GB/s: with fewer than 8 per multiprocessor, long rows are split, 4 or more blocks per
@@ -186,60 +187,54 @@ def reduce_rows(
     splits = splits or max(1, min(triton.cdiv(8 * num_sms(rows.device), M), V // (4 * block)))
     part = torch.empty(M, splits if splits > 1 else 0, 3, dtype=lse.dtype, device=rows.device)
     per_split = triton.cdiv(V // G, splits)
-    shared = {"ACC": acc, "SMOOTH": label_smoothing != 0, "LOSS": loss}
+    shared = {"ACC": acc, "SMOOTH": a.label_smoothing != 0, "LOSS": loss}
     _forward[(M, splits)](
-        rows, targets, y, lse, part, V, rows.stride(0), ignore_index, label_smoothing, z_loss, per_split,
+        rows, a.targets, y, lse, part, V, rows.stride(0), *scalars, per_split,
         R=block // G, G=G, SPLIT=splits > 1, num_warps=num_warps or min(max(block // (32 * G), 1), 4), **shared,
     )  # fmt: skip
     if splits > 1:
         _combine[(M,)](
-            rows, targets, y, lse, part, V, rows.stride(0), ignore_index, label_smoothing, z_loss, splits,
+            rows, a.targets, y, lse, part, V, rows.stride(0), *scalars, splits,
             S=next_power_of_2(splits), num_warps=1, **shared,
         )  # fmt: skip
 
 
-def invariant_forward(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """One program per row, whatever the number of rows. A row is read in groups of 16 bytes, and where they begin must
     not depend on its place in the batch: rows of another length are copied to a multiple of 16 words."""
-    rows, V = as_rows(logits), logits.shape[-1]
+    rows, V = as_rows(a.logits), a.logits.shape[-1]
     if V % 16:
         rows = torch.nn.functional.pad(rows, (0, -V % 16))[:, :V]
-    return forward(rows, targets, ignore_index, label_smoothing, z_loss, splits=1)
+    return forward(a._replace(logits=rows), splits=1)
 
 
 def forward(
-    logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-    *, block: int | None = None, splits: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    losses = torch.empty(targets.shape, dtype=accumulator(logits.dtype), device=logits.device)
+    a: Args, *, block: int | None = None, splits: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    losses = torch.empty(a.targets.shape, dtype=accumulator(a.logits.dtype), device=a.logits.device)
     lse = torch.empty_like(losses)
     if losses.numel():
-        reduce_rows(
-            as_rows(logits), targets.reshape(-1).contiguous(), losses, lse, ignore_index, label_smoothing, z_loss,
-            loss=True, block=block, splits=splits, num_warps=num_warps,
-        )  # fmt: skip
+        rows = a._replace(logits=as_rows(a.logits), targets=a.targets.reshape(-1).contiguous())
+        reduce_rows(rows, losses, lse, loss=True, block=block, splits=splits, num_warps=num_warps)
     return losses, lse
 
 
 def backward(
-    dlosses: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor,
-    ignore_index: int, label_smoothing: float, z_loss: float, *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    a: Args, dlosses: torch.Tensor, lse: torch.Tensor, *, block: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor]:
+    dlogits = torch.empty_like(a.logits, memory_format=torch.contiguous_format)
     if not dlogits.numel():
         return (dlogits,)
-    rows = as_rows(logits)
+    rows = as_rows(a.logits)
     (M, V), stride, G = rows.shape, rows.stride(0), 16 // rows.element_size()
     if (stride - V) % G:
         G = 1  # x and dx start at different offsets in a group: move single words
     block = min(block or 4096, max(next_power_of_2(V), 2 * G))
     blocks = max(1, triton.cdiv(V // G, block // G))
     _backward[(M * blocks,)](
-        rows, targets.reshape(-1).contiguous(), lse.reshape(-1).contiguous(), dlosses.reshape(-1).contiguous(), dlogits,
-        V, stride, blocks, ignore_index, label_smoothing, z_loss,
-        R=block // G, G=G, ACC=triton_acc(logits.dtype), SMOOTH=label_smoothing != 0, ENDS=G > 1 and V % G != 0,
+        rows, a.targets.reshape(-1).contiguous(), lse.reshape(-1).contiguous(), dlosses.reshape(-1).contiguous(),
+        dlogits, V, stride, blocks, a.ignore_index, a.label_smoothing, a.z_loss,
+        R=block // G, G=G, ACC=triton_acc(a.logits.dtype), SMOOTH=a.label_smoothing != 0, ENDS=G > 1 and V % G != 0,
         num_warps=num_warps or min(max(block // 512, 1), 4),
     )  # fmt: skip
     return (dlogits,)

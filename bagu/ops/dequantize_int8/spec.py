@@ -17,7 +17,6 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.dequantize_int8 import torch_backend
 from bagu.ops.quantize_int8.spec import scale_shape
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -67,7 +66,6 @@ SPEC = OpSpec(
     name="dequantize_int8",
     signature="q[*M, N]: i8, scale[*S]: float, granularity: str, dtype: str -> y[*M, N]: given",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

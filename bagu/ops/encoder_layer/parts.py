@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-GRADS = (
-    "x", "w_in", "b_in", "w_out", "b_out", "up", "up_bias", "down", "down_bias", "norm1", "norm1_bias", "norm2",
-    "norm2_bias",
-)  # fmt: skip
+from bagu.ops.encoder_layer.spec import Args, attention, feed_forward
+
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -29,52 +27,42 @@ class Parts:
     norm: Callable[..., tuple[Any, ...]]  # (x, weight, bias, eps, addend) -> norm, x + addend, mean, rstd
     norm_backward: Callable[..., tuple[Any, ...]]  # (dy, x, weight, bias, mean, rstd, eps, plus) -> dx + plus, dw, db
 
-    def forward(
-        self, x: torch.Tensor, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor,
-        up: torch.Tensor, up_bias: torch.Tensor, down: torch.Tensor, down_bias: torch.Tensor, norm1: torch.Tensor,
-        norm1_bias: torch.Tensor, norm2: torch.Tensor, norm2_bias: torch.Tensor, heads: int, activation: str,
-        norm_first: bool, eps: float,
-    ) -> Tensors:  # fmt: skip
+    def forward(self, a: Args) -> Tensors:
         """y, what the blocks keep, the three tensors between them, and the statistics of the norms."""
-        if norm_first:
-            n1, _, mean1, r1 = self.norm(x, norm1, norm1_bias, eps, None)
-        mixed, *kept = self.attention.forward(n1 if norm_first else x, w_in, w_out, b_in, b_out, heads, False)
-        if norm_first:
-            n2, s2, mean2, r2 = self.norm(mixed, norm2, norm2_bias, eps, x)
-            y, z, _, h = self.mlp.forward(n2, up, down, None, up_bias, down_bias, activation, plus=s2)
+        x, eps = a.x, a.eps
+        if a.norm_first:
+            n1, _, mean1, r1 = self.norm(x, a.norm1, a.norm1_bias, eps, None)
+        mixed, *kept = self.attention.forward(attention(a, n1 if a.norm_first else x))
+        if a.norm_first:
+            n2, s2, mean2, r2 = self.norm(mixed, a.norm2, a.norm2_bias, eps, x)
+            y, z, _, h = self.mlp.forward(feed_forward(a, n2), plus=s2)
             return y, *kept, n1, s2, n2, z, h, mean1, r1, mean2, r2
-        n1, s1, mean1, r1 = self.norm(mixed, norm1, norm1_bias, eps, x)
-        fed, z, _, h = self.mlp.forward(n1, up, down, None, up_bias, down_bias, activation)
-        y, s2, mean2, r2 = self.norm(fed, norm2, norm2_bias, eps, n1)
+        n1, s1, mean1, r1 = self.norm(mixed, a.norm1, a.norm1_bias, eps, x)
+        fed, z, _, h = self.mlp.forward(feed_forward(a, n1))
+        y, s2, mean2, r2 = self.norm(fed, a.norm2, a.norm2_bias, eps, n1)
         return y, *kept, s1, n1, s2, z, h, mean1, r1, mean2, r2
 
     def backward(
-        self, dy: torch.Tensor, x: torch.Tensor, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor,
-        b_out: torch.Tensor, up: torch.Tensor, up_bias: torch.Tensor, down: torch.Tensor, down_bias: torch.Tensor,
-        norm1: torch.Tensor, norm1_bias: torch.Tensor, norm2: torch.Tensor, norm2_bias: torch.Tensor,
-        qkv: torch.Tensor, mixed: torch.Tensor, lse: torch.Tensor, one: torch.Tensor,
-        two: torch.Tensor, three: torch.Tensor, z: torch.Tensor, h: torch.Tensor, mean1: torch.Tensor,
-        r1: torch.Tensor, mean2: torch.Tensor, r2: torch.Tensor, heads: int, activation: str, norm_first: bool,
-        eps: float,
+        self, a: Args, dy: torch.Tensor, qkv: torch.Tensor, mixed: torch.Tensor, lse: torch.Tensor, one: torch.Tensor,
+        two: torch.Tensor, three: torch.Tensor, z: torch.Tensor, h: torch.Tensor, mean1: torch.Tensor, r1: torch.Tensor,
+        mean2: torch.Tensor, r2: torch.Tensor,
     ) -> Tensors:  # fmt: skip
         def of_mlp(d: torch.Tensor, n: torch.Tensor, plus: torch.Tensor | None) -> Any:
-            u = d.new_empty(0)
-            return self.mlp.backward(d, n, up, down, None, up_bias, down_bias, z, u, h, activation, plus=plus)
+            return self.mlp.backward(feed_forward(a, n), d, z, d.new_empty(0), h, plus=plus)
 
         def of_attention(d: torch.Tensor, n: torch.Tensor, plus: torch.Tensor | None) -> Any:
-            kept = qkv, mixed, lse
-            return self.attention.backward(d, n, w_in, w_out, b_in, b_out, *kept, heads, False, plus=plus)
+            return self.attention.backward(attention(a, n), d, qkv, mixed, lse, plus=plus)
 
-        first, second = (norm1, norm1_bias, mean1, r1, eps), (norm2, norm2_bias, mean2, r2, eps)
-        if norm_first:  # one, two and three are n1, s2 and n2
+        first, second = (a.norm1, a.norm1_bias, mean1, r1, a.eps), (a.norm2, a.norm2_bias, mean2, r2, a.eps)
+        if a.norm_first:  # one, two and three are n1, s2 and n2
             dn2, dup, ddown, _, dup_bias, ddown_bias = of_mlp(dy, three, None)
             ds2, dnorm2, dnorm2_bias = self.norm_backward(dn2, two, *second, dy)
             dn1, dw_in, dw_out, db_in, db_out = of_attention(ds2, one, None)
-            dx, dnorm1, dnorm1_bias = self.norm_backward(dn1, x, *first, ds2)
+            dx, dnorm1, dnorm1_bias = self.norm_backward(dn1, a.x, *first, ds2)
         else:  # s1, n1 and s2
             ds2, dnorm2, dnorm2_bias = self.norm_backward(dy, three, *second, None)
             dn1, dup, ddown, _, dup_bias, ddown_bias = of_mlp(ds2, two, ds2)
             ds1, dnorm1, dnorm1_bias = self.norm_backward(dn1, one, *first, None)
-            dx, dw_in, dw_out, db_in, db_out = of_attention(ds1, x, ds1)
+            dx, dw_in, dw_out, db_in, db_out = of_attention(ds1, a.x, ds1)
         of_blocks = dw_in, db_in, dw_out, db_out, dup, dup_bias, ddown, ddown_bias
         return dx, *of_blocks, dnorm1, dnorm1_bias, dnorm2, dnorm2_bias

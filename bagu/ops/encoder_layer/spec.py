@@ -13,7 +13,7 @@ Papers: https://arxiv.org/abs/1706.03762, 2002.04745 (norm_first)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,36 +23,59 @@ from bagu.ops.activations import ACTIVATIONS
 from bagu.ops.call.many_rows import many_rows
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.encoder_layer import torch_backend
-from bagu.ops.encoder_layer.parts import GRADS
 from bagu.ops.mlp import spec as mlp
 from bagu.ops.self_attention import spec as self_attention
 
 
-def reference(
-    x: torch.Tensor, w_in: torch.Tensor, b_in: torch.Tensor, w_out: torch.Tensor, b_out: torch.Tensor,
-    up: torch.Tensor, up_bias: torch.Tensor, down: torch.Tensor, down_bias: torch.Tensor, norm1: torch.Tensor,
-    norm1_bias: torch.Tensor, norm2: torch.Tensor, norm2_bias: torch.Tensor, heads: int, activation: str,
-    norm_first: bool, eps: float,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w_in: torch.Tensor
+    b_in: torch.Tensor
+    w_out: torch.Tensor
+    b_out: torch.Tensor
+    up: torch.Tensor
+    up_bias: torch.Tensor
+    down: torch.Tensor
+    down_bias: torch.Tensor
+    norm1: torch.Tensor
+    norm1_bias: torch.Tensor
+    norm2: torch.Tensor
+    norm2_bias: torch.Tensor
+    heads: int
+    activation: str
+    norm_first: bool
+    eps: float
+
+
+def attention(a: Args, x: torch.Tensor) -> self_attention.Args:
+    """The attention block of the layer, on x."""
+    return self_attention.Args(x, a.w_in, a.w_out, a.b_in, a.b_out, a.heads, False)
+
+
+def feed_forward(a: Args, x: torch.Tensor) -> mlp.Args:
+    """The feed-forward block of the layer, on x."""
+    return mlp.Args(x, a.up, a.down, None, a.up_bias, a.down_bias, a.activation)
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
 
     def attend(n: torch.Tensor) -> torch.Tensor:
-        return self_attention.reference(n, w_in, w_out, b_in, b_out, heads, False)
+        return self_attention.reference(attention(a, n))
 
     def feed(n: torch.Tensor) -> torch.Tensor:
-        return mlp.reference(n, up, down, None, up_bias, down_bias, activation)
+        return mlp.reference(feed_forward(a, n))
 
     def first(s: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(s, s.shape[-1:], norm1, norm1_bias, eps)
+        return F.layer_norm(s, s.shape[-1:], a.norm1, a.norm1_bias, a.eps)
 
     def second(s: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(s, s.shape[-1:], norm2, norm2_bias, eps)
+        return F.layer_norm(s, s.shape[-1:], a.norm2, a.norm2_bias, a.eps)
 
-    if norm_first:
-        s = x + attend(first(x))
+    if a.norm_first:
+        s = a.x + attend(first(a.x))
         return s + feed(second(s))
-    s = first(x + attend(x))
+    s = first(a.x + attend(a.x))
     return second(s + feed(s))
 
 
@@ -109,6 +132,7 @@ def unsupported(args: Mapping[str, Any]) -> str | None:
     return self_attention.unsupported(args)
 
 
+GRADS = Args._fields[:13]  # all tensors
 KEPT = (
     "qkv[B, S, 3*K], mixed[B, S, K], lse[B, S, heads]: acc, one[B, S, K], two[B, S, K],"
     " three[B, S, K], z[B, S, N], h[B, S, N], mean1[B, S]: acc, r1[B, S]: acc, mean2[B, S]: acc, r2[B, S]: acc"
@@ -119,8 +143,8 @@ SPEC = OpSpec(
     signature="x[B, S, K], w_in[3*K, K], b_in[3*K], w_out[K, K], b_out[K], up[N, K], up_bias[N], down[K, N],"
     " down_bias[K], norm1[K], norm1_bias[K], norm2[K], norm2_bias[K], heads: int, activation: str, norm_first: bool,"
     f" eps: float -> y[B, S, K]; {KEPT}",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

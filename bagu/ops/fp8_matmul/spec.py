@@ -12,7 +12,7 @@ Paper: https://arxiv.org/abs/2209.05433 (FP8 formats for deep learning)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.contract.core import Case, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.fp8_matmul import torch_backend
 from bagu.ops.int8_matmul.spec import BIG, check_scales, cost
 from bagu.ops.kernels.launch import is_hopper
 
@@ -28,14 +27,22 @@ E4M3 = torch.float8_e4m3fn
 DTYPES = ("bfloat16", "float16")
 
 
-def reference(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, activation: str | None, dtype: str,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    x_scale: torch.Tensor
+    w_scale: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    activation: str | None
+    dtype: str
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    z = (x @ w.mT) * x_scale.unsqueeze(-1) * w_scale
-    y = activate(z if bias is None else z + bias, activation)
-    return y if residual is None else y + residual
+    z = (a.x @ a.w.mT) * a.x_scale.unsqueeze(-1) * a.w_scale
+    y = activate(z if a.bias is None else z + a.bias, a.activation)
+    return y if a.residual is None else y + a.residual
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -83,14 +90,20 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     }
 
 
+def takes_scaled_mm(x: torch.Tensor, w: torch.Tensor, dtype: str) -> bool:
+    """Whether torch._scaled_mm multiplies these with a scale per row."""
+    fits = x.numel() > 0 and x.shape[-1] % 16 == 0 and w.shape[0] % 16 == 0 and dtype == "bfloat16"
+    return x.is_cuda and fits and is_hopper(x.device)
+
+
 SPEC = OpSpec(
     name="fp8_matmul",
     signature=(
         "x[*M, K]: any, w[N, K]: any, x_scale[*M]: float, w_scale[N]: float, bias[N]?: float, residual[*M, N]?: float, "
         "activation: str?, dtype: str -> y[*M, N]: given"
     ),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,
@@ -104,7 +117,7 @@ SPEC = OpSpec(
             when="the result is bfloat16 and N a multiple of 16",
             runs="torch._scaled_mm",
             why="with the same error it takes 106 and 819 us at 4096^3 and 8192^3 on an H200, the kernel 144 and 1306",
-            holds=lambda args: torch_backend.takes_scaled_mm(args["x"], args["w"], args["dtype"]),
+            holds=lambda args: takes_scaled_mm(args["x"], args["w"], args["dtype"]),
         ),
     ),
     matmul_rate=2.0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from bagu.ops.fp8_matmul.spec import Args
 from bagu.ops.int8_matmul.triton_backend import Tile, by_tma, byte_product
 from bagu.ops.kernels.launch import as_rows
 
@@ -24,10 +25,9 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return rows if by_tma(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    residual: torch.Tensor | None, activation: str | None, dtype: str,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    y = torch.empty(*x.shape[:-1], w.shape[0], dtype=getattr(torch, dtype), device=x.device)
-    byte_product(_readable(x), _readable(w), x_scale, w_scale, bias, residual, activation, y, TILES, tl.float32)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    y = torch.empty(*a.x.shape[:-1], a.w.shape[0], dtype=getattr(torch, a.dtype), device=a.x.device)
+    byte_product(
+        _readable(a.x), _readable(a.w), a.x_scale, a.w_scale, a.bias, a.residual, a.activation, y, TILES, tl.float32
+    )
     return (y,)

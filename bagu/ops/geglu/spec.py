@@ -23,7 +23,6 @@ from bagu.errors import UnknownName
 from bagu.ops import gated
 from bagu.ops.contract.core import Case, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.geglu import torch_backend
 
 
 def reference(x: torch.Tensor, up: torch.Tensor | None, approximate: str) -> torch.Tensor:
@@ -62,7 +61,6 @@ SPEC = OpSpec(
     name="geglu",
     signature="x[*M, K], up[*M, K]?, approximate: str -> y[*M, N]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=gated.cost,
     cost_backward=gated.cost_backward,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.gelu import torch_backend
 
 
 def reference(x: torch.Tensor, approximate: bool) -> torch.Tensor:
@@ -48,7 +47,6 @@ SPEC = OpSpec(
     name="gelu",
     signature="x[*M], approximate: bool -> y[*M]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.group_norm.spec import Args
 from bagu.ops.kernels.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, rsqrt
 
@@ -230,23 +231,21 @@ def _launch(
     return programs, options | {"num_warps": warps}
 
 
-def run_forward(
-    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, y: torch.Tensor, mean: torch.Tensor,
-    r: torch.Tensor, groups: int, eps: float, num_warps: int | None,
-) -> None:  # fmt: skip
+def run_forward(a: Args, y: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, num_warps: int | None) -> None:
     """Write y, mean and r of x[B, C, I]: samples are contiguous and start at multiples of 8, and I is at least 8."""
+    x, groups = a.x, a.groups
     B, C, I = x.shape
     programs, options = _launch(x, groups, tensors=1, per_sm=16384, per_warp=2048, most_warps=8, num_warps=num_warps)
     _forward[(groups, programs)](
-        x, w, b, y, mean, r, B, groups, C // groups, I, x.stride(0) // 8, C * I // 8, eps, **options
+        x, a.w, a.b, y, mean, r, B, groups, C // groups, I, x.stride(0) // 8, C * I // 8, a.eps, **options
     )
 
 
 def run_backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, mean: torch.Tensor, r: torch.Tensor, dx: torch.Tensor,
-    groups: int, num_warps: int | None,
-) -> torch.Tensor:  # fmt: skip
+    a: Args, dy: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, dx: torch.Tensor, num_warps: int | None
+) -> torch.Tensor:
     """Write dx and return the partial sums of db and dw; dy and x have the layout that `run_forward` requires."""
+    x, groups = a.x, a.groups
     B, C, I = x.shape
     D = C // groups
     most_warps = 16 if D * I % 8 == 0 else 8  # from ptxas's register counts: the other number spills
@@ -255,7 +254,7 @@ def run_backward(
     )
     part = torch.empty(programs, 2, C, dtype=r.dtype, device=x.device)
     _backward[(groups, programs)](
-        dy, x, w, mean, r, dx, part, B, C, groups, D, I, dy.stride(0) // 8, x.stride(0) // 8, C * I // 8,
+        dy, x, a.w, mean, r, dx, part, B, C, groups, D, I, dy.stride(0) // 8, x.stride(0) // 8, C * I // 8,
         BD=min(next_power_of_2(D), CHANNELS), **options,
     )  # fmt: skip
     return part

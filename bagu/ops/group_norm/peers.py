@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-
-def eager(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:
-    return F.group_norm(x, groups, w, b, eps)
+from bagu.ops.group_norm.spec import Args
 
 
-def liger(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:
+def eager(a: Args) -> torch.Tensor:
+    return F.group_norm(a.x, a.groups, a.w, a.b, a.eps)
+
+
+def liger(a: Args) -> torch.Tensor:
     from liger_kernel.ops import LigerGroupNormFunction
 
-    return LigerGroupNormFunction.apply(x, w, b, x.shape[1], groups, eps)
+    return LigerGroupNormFunction.apply(a.x, a.w, a.b, a.x.shape[1], a.groups, a.eps)

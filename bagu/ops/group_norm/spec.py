@@ -10,24 +10,32 @@ Paper: https://arxiv.org/abs/1803.08494
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.group_norm import torch_backend
 
 
-def reference(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float) -> torch.Tensor:
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor | None
+    b: torch.Tensor | None
+    groups: int
+    eps: float
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition, one group per row."""
-    rows = x.unflatten(1, (groups, x.shape[1] // groups)).flatten(2)  # [B, groups, D * S]
+    x = a.x
+    rows = x.unflatten(1, (a.groups, x.shape[1] // a.groups)).flatten(2)  # [B, groups, D * S]
     off = rows - rows.mean(2, keepdim=True)
-    y = (off / torch.sqrt(off.square().mean(2, keepdim=True) + eps)).reshape(x.shape)
+    y = (off / torch.sqrt(off.square().mean(2, keepdim=True) + a.eps)).reshape(x.shape)
     along = (-1, *(1 for _ in x.shape[2:]))
-    y = y if w is None else y * w.view(along)
-    return y if b is None else y + b.view(along)
+    y = y if a.w is None else y * a.w.view(along)
+    return y if a.b is None else y + a.b.view(along)
 
 
 def derive(args: Mapping[str, Any], dims: Dims) -> Dims:
@@ -75,8 +83,8 @@ SPEC = OpSpec(
     name="group_norm",
     signature="x[B, C, *S], w[C]?: float, b[C]?: float, groups: int, eps: float -> y[B, C, *S]; "
     "mean[B, groups]: acc, r[B, groups]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -5,39 +5,33 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.group_norm.spec import Args
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = a.x
     acc, along = accumulator(x.dtype), (-1, *(1 for _ in x.shape[2:]))
-    rows = _by_group(x.to(acc), groups)
+    rows = _by_group(x.to(acc), a.groups)
     mean = rows.mean(2)
     off = rows - mean.unsqueeze(2)
-    r = torch.rsqrt(off.square().mean(2) + eps)
+    r = torch.rsqrt(off.square().mean(2) + a.eps)
     y = (off * r.unsqueeze(2)).reshape(x.shape)
-    y = y if w is None else y * w.to(acc).view(along)
-    y = y if b is None else y + b.to(acc).view(along)
+    y = y if a.w is None else y * a.w.to(acc).view(along)
+    y = y if a.b is None else y + a.b.to(acc).view(along)
     return y.to(x.dtype), mean, r
 
 
 def backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor | None,
-    b: torch.Tensor | None,
-    mean: torch.Tensor,
-    r: torch.Tensor,
-    groups: int,
-    eps: float,
+    a: Args, dy: torch.Tensor, mean: torch.Tensor, r: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    x, w = a.x, a.w
     acc, over, along = r.dtype, [0, *range(2, x.ndim)], (-1, *(1 for _ in x.shape[2:]))
     dyf, rf = dy.to(acc), r.unsqueeze(2)
-    xhat = (_by_group(x.to(acc), groups) - mean.unsqueeze(2)) * rf
-    g = _by_group(dyf if w is None else dyf * w.to(acc).view(along), groups)
+    xhat = (_by_group(x.to(acc), a.groups) - mean.unsqueeze(2)) * rf
+    g = _by_group(dyf if w is None else dyf * w.to(acc).view(along), a.groups)
     dx = rf * (g - g.mean(2, keepdim=True) - xhat * (g * xhat).mean(2, keepdim=True))
     dw = None if w is None else (dyf * xhat.reshape(x.shape)).sum(over).to(w.dtype)
-    db = None if b is None else dyf.sum(over).to(b.dtype)
+    db = None if a.b is None else dyf.sum(over).to(a.b.dtype)
     return dx.reshape(x.shape).to(x.dtype), dw, db
 
 

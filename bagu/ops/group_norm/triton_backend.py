@@ -21,6 +21,7 @@ from bagu.ops.batch_norm.tiling import Tiling, as_channels
 from bagu.ops.batch_norm.triton_backend import channel_sums, normalize, pull, statistics
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.group_norm.flat_kernels import run_backward, run_forward
+from bagu.ops.group_norm.spec import Args
 from bagu.ops.kernels.column_sum import column_sum, column_sums
 from bagu.ops.kernels.launch import next_power_of_2, num_sms, triton_acc
 from bagu.ops.kernels.scalars import int64, rsqrt
@@ -114,17 +115,17 @@ def _fits(x: torch.Tensor, groups: int, whole: int) -> tuple[int, int] | None:
 
 
 def forward(
-    x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, groups: int, eps: float,
-    *, block_m: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    a: Args, *, block_m: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, groups = a.x, a.groups
     (B, C), acc = x.shape[:2], accumulator(x.dtype)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, r = (torch.empty(B, groups, dtype=acc, device=x.device) for _ in range(2))
     if not x.numel():
         return y, mean, r
-    flat, w, b = as_channels(x), *(None if v is None else v.contiguous() for v in (w, b))
+    flat, w, b = as_channels(x), *(None if v is None else v.contiguous() for v in (a.w, a.b))
     if _flat(groups, flat):
-        run_forward(flat, w, b, y, mean, r, groups, eps, num_warps)
+        run_forward(a._replace(x=flat, w=w, b=b), y, mean, r, num_warps)
         return y, mean, r
     D, I, M = C // groups, flat.shape[2], B * groups
     if (tile := _fits(flat, groups, MAX_TILE)) is None:
@@ -132,12 +133,12 @@ def forward(
         part, parts = statistics(rows, tiling=Tiling.of(rows, None, num_warps))
         planes = rows.view(1, B * C, I)
         t = Tiling.of(planes, None, num_warps)
-        normalize(planes, part, parts, (w, b), y, mean, r, eps, tiling=t, C=C, D=D)
+        normalize(planes, part, parts, (w, b), y, mean, r, a.eps, tiling=t, C=C, D=D)
         return y, mean, r
     size = tile[0] * tile[1]
     block_m = block_m or max(1, min(2048 // size, next_power_of_2(M)))
     _forward[(triton.cdiv(M, block_m),)](
-        flat, w, b, y, mean, r, M, groups, D, I, flat.stride(0), flat.stride(1), eps,
+        flat, w, b, y, mean, r, M, groups, D, I, flat.stride(0), flat.stride(1), a.eps,
         BM=block_m, BD=tile[0], BI=tile[1], ACC=triton_acc(x.dtype),
         num_warps=num_warps or min(max(block_m * size // 512, 1), 16),
     )  # fmt: skip
@@ -145,17 +146,18 @@ def forward(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, mean: torch.Tensor,
-    r: torch.Tensor, groups: int, eps: float, *, block_g: int | None = None, num_warps: int | None = None,
+    a: Args, dy: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, block_g: int | None = None,
+    num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    x, w, groups = a.x, a.w, a.groups
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
-        return dx, None if w is None else torch.zeros_like(w), None if b is None else torch.zeros_like(b)
+        return dx, None if w is None else torch.zeros_like(w), None if a.b is None else torch.zeros_like(a.b)
     flat, dys, scale = as_channels(x), as_channels(dy), None if w is None else w.contiguous()
     B, C, I = flat.shape
     D = C // groups
     if (I % 8 or D <= FEW) and _flat(groups, flat, dys):
-        part = run_backward(dys, flat, scale, mean, r, dx, groups, num_warps)
+        part = run_backward(a._replace(x=flat, w=scale), dys, mean, r, dx, num_warps)
     # an odd I is read value by value, and the addresses take registers: ptxas spills at 16384
     elif (tile := _fits(flat, groups, MAX_TILE if I % 8 == 0 else MAX_TILE // 2)) is None:
         planes, dplanes = flat.contiguous().view(1, B * C, I), dys.contiguous().view(1, B * C, I)
@@ -175,7 +177,7 @@ def backward(
             num_warps=num_warps or min(max(block_g * size // 512, 1), 32),
             enable_fp_fusion=False,  # a group of one value must have dx = 0; a fused multiply-add breaks this
         )  # fmt: skip
-    return dx, *_weight_gradients(part.view(-1, 2, C), w, b)
+    return dx, *_weight_gradients(part.view(-1, 2, C), w, a.b)
 
 
 def _weight_gradients(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.grouped_matmul import torch_backend
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,6 @@ SPEC = OpSpec(
     name="grouped_matmul",
     signature="x[T, K], w[E, N, K], offsets[E]: i32 -> y[T, N]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

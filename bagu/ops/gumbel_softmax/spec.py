@@ -22,7 +22,6 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.gumbel_softmax import torch_backend
 from bagu.ops.gumbel_softmax.noise import words
 
 
@@ -79,7 +78,6 @@ SPEC = OpSpec(
     name="gumbel_softmax",
     signature="logits[*M, N], tau: float, hard: bool, seed: int -> y[*M, N]; top[*M]: acc, total[*M]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

@@ -75,13 +75,13 @@ def launches(
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     found: list[Launch] = []
     with recorded(found, "forward"):
-        outputs = module.forward(**args, **chosen.get("forward", {}))
+        outputs = spec.apply(module.forward, args, **chosen.get("forward", {}))
     results = dict(zip((r.name for r in sig.results), outputs, strict=True))
     if only == "forward":
         return found
     if only is None and (invariant := getattr(module, "invariant_forward", None)) is not None:
         with recorded(found, "invariant_forward"), suppress(BackendError):  # refused, as an 8-bit cache is
-            invariant(**args)
+            spec.apply(invariant, args)
     if spec.grads:
         known = args | results
         given = {f"d{o}": results[o] for o in spec.differentiable} | {s: known[s] for s in spec.saves}
@@ -89,7 +89,7 @@ def launches(
         if "needs" in inspect.signature(module.backward).parameters:
             more["needs"] = dict.fromkeys(spec.made, True)
         with recorded(found, "backward"):
-            module.backward(**given, **{s.name: args[s.name] for s in sig.scalars}, **more)
+            spec.apply(module.backward, given | {s.name: args[s.name] for s in sig.scalars}, **more)
     return [launch for launch in found if only in (None, launch.step)]
 
 

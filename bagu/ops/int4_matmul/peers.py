@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from bagu.ops.int4_matmul.layout import dequantize_int4
+from bagu.ops.int4_matmul.spec import Args
 
 
-def eager(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+def eager(a: Args) -> torch.Tensor:
     """The weight is dequantized to the dtype of x for each call, which rounds it."""
-    return torch.nn.functional.linear(x, dequantize_int4(packed, scales, zeros, x.dtype), bias)
+    return torch.nn.functional.linear(a.x, dequantize_int4(a.packed, a.scales, a.zeros, a.x.dtype), a.bias)
 
 
 def cublas_bf16(x: torch.Tensor, packed: torch.Tensor, **_: Any) -> None:

@@ -15,25 +15,30 @@ Dims: M = rows (tokens), K = input features, N = output features, P = K / 2 byte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.int4_matmul import torch_backend
 from bagu.ops.int4_matmul.layout import num_groups, per_column, unpacked
 
 
-def reference(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+class Args(NamedTuple):
+    x: torch.Tensor
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    K = x.shape[-1]
-    zero = 8 if zeros is None else per_column(zeros, K)
-    y = x @ ((unpacked(packed).to(x.dtype) - zero) * per_column(scales, K)).mT
-    return y if bias is None else y + bias
+    K = a.x.shape[-1]
+    zero = 8 if a.zeros is None else per_column(a.zeros, K)
+    y = a.x @ ((unpacked(a.packed).to(a.x.dtype) - zero) * per_column(a.scales, K)).mT
+    return y if a.bias is None else y + a.bias
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -98,8 +103,8 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 SPEC = OpSpec(
     name="int4_matmul",
     signature="x[*M, K], packed[N, P]: u8, scales[N, G]: float, zeros[N, G]?: float, bias[N]? -> y[*M, N]",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

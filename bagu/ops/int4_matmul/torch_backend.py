@@ -7,12 +7,11 @@ import torch.nn.functional as F
 
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.int4_matmul.layout import dequantize_int4
+from bagu.ops.int4_matmul.spec import Args
 
 
-def forward(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None
-) -> tuple[torch.Tensor]:
-    acc = torch.promote_types(accumulator(x.dtype), scales.dtype)
-    w = dequantize_int4(packed, scales, zeros, acc)
-    y = F.linear(x.to(acc), w, None if bias is None else bias.to(acc))
-    return (y.to(x.dtype),)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    acc = torch.promote_types(accumulator(a.x.dtype), a.scales.dtype)
+    w = dequantize_int4(a.packed, a.scales, a.zeros, acc)
+    y = F.linear(a.x.to(acc), w, None if a.bias is None else a.bias.to(acc))
+    return (y.to(a.x.dtype),)

@@ -13,6 +13,7 @@ import triton
 
 from bagu.ops.int4_matmul.int4_kernels import add_parts_kernel, int4_kernel
 from bagu.ops.int4_matmul.layout import GROUP
+from bagu.ops.int4_matmul.spec import Args
 from bagu.ops.kernels.launch import as_rows, num_sms, starts_early, triton_acc
 
 TUNABLE = {"forward": {"block_n": (64, 128), "parts": (None, 2), "stages": (4, 6)}}  # the tests run every combination
@@ -27,9 +28,9 @@ def _parts(tiles: int, groups: int, sms: int) -> int:
 
 
 def forward(
-    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None,
-    *, block_n: int | None = None, parts: int | None = None, stages: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+    a: Args, *, block_n: int | None = None, parts: int | None = None, stages: int | None = None
+) -> tuple[torch.Tensor]:
+    x, packed, scales = a.x, a.packed, a.scales
     y = torch.empty(*x.shape[:-1], packed.shape[0], dtype=x.dtype, device=x.device)
     if not y.numel():
         return (y,)
@@ -42,10 +43,10 @@ def forward(
     per_part = max(1, triton.cdiv(G, parts or _parts(tiles[0] * tiles[1], G, num_sms(x.device))))
     parts = max(1, triton.cdiv(G, per_part))
     out = y if parts == 1 else torch.empty(parts, M, N, dtype=acc, device=x.device)
-    added, early = None if bias is None else bias.contiguous(), starts_early(x.device)
+    added, early = None if a.bias is None else a.bias.contiguous(), starts_early(x.device)
     int4_kernel[(tiles[1], tiles[0], parts)](
-        rows, packed, scales, zeros, added if parts == 1 else None, out, M, N, P, G, per_part, rows.stride(0),
-        packed.stride(0), *scales.stride(), *((0, 0) if zeros is None else zeros.stride()), BM=BM, BN=BN,
+        rows, packed, scales, a.zeros, added if parts == 1 else None, out, M, N, P, G, per_part, rows.stride(0),
+        packed.stride(0), *scales.stride(), *((0, 0) if a.zeros is None else a.zeros.stride()), BM=BM, BN=BN,
         EVEN=K % GROUP == 0, STAGES=1 if wide else stages or 4, SUMS=triton_acc(x.dtype), ACC=triton_acc(acc),
         EARLY=parts > 1 and early, num_warps=4,
     )  # fmt: skip

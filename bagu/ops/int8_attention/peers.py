@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from bagu.ops.attention import attention, peers
-
-NONE: dict[str, Any] = {"window": None, "slopes": None, "bias": None, "sinks": None, "softcap": None}
-
-
-def eager(**args: Any) -> torch.Tensor:
-    return peers.eager(**args, **NONE)
+from bagu.ops.int8_attention.spec import NO_TERMS, Args
 
 
-def cudnn(**args: Any) -> torch.Tensor:
-    return peers.cudnn(**args, **NONE)
+def eager(a: Args) -> torch.Tensor:
+    return peers.eager(**a._asdict(), **NO_TERMS)
 
 
-def bagu_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    scale: float | None,
-) -> torch.Tensor:  # fmt: skip
+def cudnn(a: Args) -> torch.Tensor:
+    return peers.cudnn(**a._asdict(), **NO_TERMS)
+
+
+def bagu_attention(a: Args) -> torch.Tensor:
     """A yardstick: our own attention, by its Triton kernels."""
-    return attention(q, k, v, cu_seqlens, max_len, causal=causal, scale=scale, backend="triton")[0]
+    return attention(**a._asdict(), backend="triton")[0]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,27 +29,44 @@ from bagu.ops.attention.spec import pairs
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_offsets, check_segments
-from bagu.ops.int8_attention import torch_backend
-from bagu.ops.int8_attention.torch_backend import GROUP, rounded
 
 HEADS = (64, 128)  # sizes of a head that the Triton kernels have
 
+NO_TERMS: dict[str, Any] = dict.fromkeys(("window", "slopes", "bias", "sinks", "softcap"))  # of `attention`
+GROUP = 128  # keys of a segment that share a scale
 
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    scale: float | None,
-) -> torch.Tensor:  # fmt: skip
+
+def rounded(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """x as the nearest multiples of top / 127, where top is the largest |x| of its group. All 0 if that is no normal
+    fp32 number; NaN if it is infinite or NaN."""
+    scale = top / 127
+    scale = torch.where(scale < 2.0**-126, 0.0, scale)
+    return torch.where((scale > 0) & scale.isfinite(), x / scale, 0.0).round() * scale
+
+
+class Args(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_len: int
+    causal: bool
+    scale: float | None
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition, computed segment by segment."""
-    per_group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
+    q, scale = a.q, a.scale
+    per_group, scale = q.shape[1] // a.k.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     q, out = rounded(q, q.abs().amax(-1, keepdim=True)), torch.empty_like(q)
-    for begin, end in pairwise(cu_seqlens.tolist()):
+    for begin, end in pairwise(a.cu_seqlens.tolist()):
         if begin < end:
-            centred = k[begin:end] - k[begin:end].mean(0)
+            centred = a.k[begin:end] - a.k[begin:end].mean(0)
             groups = [rounded(x, x.abs().amax((0, 2), keepdim=True)) for x in centred.split(GROUP)]
-            keys, values = (x.repeat_interleave(per_group, 1) for x in (torch.cat(groups), v[begin:end]))
+            keys, values = (x.repeat_interleave(per_group, 1) for x in (torch.cat(groups), a.v[begin:end]))
             s = scale * torch.einsum("ihd,jhd->hij", q[begin:end], keys)
             later = torch.ones(s.shape[1:], dtype=torch.bool).triu(1)
-            s = s.masked_fill(later, -torch.inf) if causal else s
+            s = s.masked_fill(later, -torch.inf) if a.causal else s
             out[begin:end] = torch.einsum("hij,jhd->ihd", s.softmax(-1), values)
     return out
 
@@ -132,8 +149,8 @@ SPEC = OpSpec(
     name="int8_attention",
     signature="q[T, H, D], k[T, G, D], v[T, G, D], cu_seqlens[S1]: i32, max_len: int, causal: bool, scale: float?"
     " -> out[T, H, D]",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

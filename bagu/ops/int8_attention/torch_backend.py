@@ -6,17 +6,9 @@ import torch
 
 from bagu.ops.attention import torch_backend as attention
 from bagu.ops.attention.shape import index, segment_of
+from bagu.ops.attention.spec import Args as Attention
 from bagu.ops.contract.signature import accumulator
-
-GROUP = 128  # keys of a segment that share a scale
-
-
-def rounded(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """x as the nearest multiples of top / 127, where top is the largest |x| of its group. All 0 if that is no normal
-    fp32 number; NaN if it is infinite or NaN."""
-    scale = top / 127
-    scale = torch.where(scale < 2.0**-126, 0.0, scale)
-    return torch.where((scale > 0) & scale.isfinite(), x / scale, 0.0).round() * scale
+from bagu.ops.int8_attention.spec import GROUP, NO_TERMS, Args, rounded
 
 
 def _without_mean(k: torch.Tensor, segment: torch.Tensor, segments: int) -> torch.Tensor:
@@ -28,21 +20,19 @@ def _without_mean(k: torch.Tensor, segment: torch.Tensor, segments: int) -> torc
     return k - (total / count.view(-1, 1, 1)).to(k.dtype)[segment]
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def forward(a: Args) -> tuple[torch.Tensor]:
+    q, cu_seqlens = a.q, a.cu_seqlens
     T, acc = q.shape[0], accumulator(q.dtype)
     if T == 0:
         return (torch.empty_like(q),)
-    qf, kf, vf = (x.detach().to(acc) for x in (q, k, v))
+    qf, kf, vf = (x.detach().to(acc) for x in (q, a.k, a.v))
     segment = segment_of(cu_seqlens, T)
     kf = _without_mean(kf, segment, cu_seqlens.shape[0] - 1)
     begin = cu_seqlens.long()[segment]
-    group = begin + (index(T, k) - begin) // GROUP * GROUP  # the first key of each key's group
+    group = begin + (index(T, a.k) - begin) // GROUP * GROUP  # the first key of each key's group
     top = kf.abs().amax(-1)
     top = torch.zeros_like(top).scatter_reduce(0, group.unsqueeze(1).expand_as(top), top, "amax")[group]
     qf, kf = rounded(qf, qf.abs().amax(-1, keepdim=True)), rounded(kf, top.unsqueeze(-1))
-    none = (None, None, None)  # no slopes, bias and sinks
-    out, _ = attention.forward(qf, kf, vf, cu_seqlens, *none, max_len, causal, None, scale, None)
+    given = Attention(**a._replace(q=qf, k=kf, v=vf)._asdict(), **NO_TERMS)
+    out, _ = attention.forward(given)
     return (out.to(q.dtype),)

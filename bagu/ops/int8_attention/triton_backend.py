@@ -18,7 +18,7 @@ from bagu.ops.attention.work_list import list_tiles
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.int8_attention.attend_kernel import attend_kernel
 from bagu.ops.int8_attention.key_kernels import quantize_kernel, sum_kernel
-from bagu.ops.int8_attention.torch_backend import GROUP
+from bagu.ops.int8_attention.spec import GROUP, Args
 from bagu.ops.kernels.launch import fp32_pair, is_hopper, next_power_of_2, triton_acc
 from bagu.ops.replay.launcher import with_scratch_memory
 
@@ -44,10 +44,8 @@ def quantized_keys(k: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int) -> t
     return k8, scales
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def forward(a: Args) -> tuple[torch.Tensor]:
+    q, k, v, scale = a.q, a.k, a.v, a.scale
     (T, H, D), G = q.shape, k.shape[1]
     out = q.new_empty(T, H, D)
     if T == 0:
@@ -56,12 +54,12 @@ def forward(
     hopper = _fits_hopper(q)
     block = HOPPER if hopper else SMALL
     q, k, v = (readable(x) for x in (q, k, v))
-    k8, k_scale = quantized_keys(k, cu_seqlens, max_len)
-    tiles, count = list_tiles(cu_seqlens, T, max_len, block.M, from_end=False)
+    k8, k_scale = quantized_keys(k, a.cu_seqlens, a.max_len)
+    tiles, count = list_tiles(a.cu_seqlens, T, a.max_len, block.M, from_end=False)
     given = q, k8, v, k_scale, out, tiles, T, H, H // G
     strides = q.stride(0), G * D, v.stride(0), q.stride(1), D, v.stride(1)
     sizes: dict[str, Any] = {
-        "D": D, "M": block.M, "N": block.N, "GROUP": GROUP, "STAGES": block.stages, "CAUSAL": causal,
+        "D": D, "M": block.M, "N": block.N, "GROUP": GROUP, "STAGES": block.stages, "CAUSAL": a.causal,
         "num_warps": block.warps,
     }  # fmt: skip
     if hopper:

@@ -10,7 +10,7 @@ once to `dtype`. There are no gradients. Dims as in conv2d.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,19 +19,31 @@ from bagu.ops.activations import activate
 from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.conv2d import spec as conv2d
-from bagu.ops.int8_conv2d import torch_backend
 from bagu.ops.int8_matmul.spec import DTYPES, LONGEST, past_24_bits
 
 
-def reference(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    stride_h: int, stride_w: int, pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int,
-    activation: str | None, dtype: str,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    x_scale: torch.Tensor
+    w_scale: torch.Tensor
+    bias: torch.Tensor | None
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dilation_h: int
+    dilation_w: int
+    groups: int
+    activation: str | None
+    dtype: str
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    steps = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
-    z = conv2d.by_taps(x.double(), w.double(), *steps, groups).to(x_scale.dtype) * x_scale * w_scale
-    return activate(z if bias is None else z + bias, activation)
+    steps = (a.stride_h, a.stride_w), (a.pad_h, a.pad_w), (a.dilation_h, a.dilation_w)
+    z = conv2d.by_taps(a.x.double(), a.w.double(), *steps, a.groups).to(a.x_scale.dtype) * a.x_scale * a.w_scale
+    return activate(z if a.bias is None else z + a.bias, a.activation)
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -76,8 +88,8 @@ SPEC = OpSpec(
         "stride_w: int, pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int, activation: str?, "
         "dtype: str -> y[B, P, Q, O]: given"
     ),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     derive=conv2d.derive,

@@ -6,16 +6,13 @@ import torch
 
 from bagu.ops.activations import activate
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.conv2d.torch_backend import convolved
+from bagu.ops.conv2d.spec import convolved
+from bagu.ops.int8_conv2d.spec import Args
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    stride_h: int, stride_w: int, pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int,
-    activation: str | None, dtype: str,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    to = getattr(torch, dtype)
-    acc = torch.promote_types(accumulator(to), accumulator(x_scale.dtype))
-    steps = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
-    z = convolved(x.double(), w.double(), None, *steps, groups).to(acc) * x_scale.to(acc) * w_scale.to(acc)
-    return (activate(z if bias is None else z + bias.to(acc), activation).to(to),)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    to = getattr(torch, a.dtype)
+    acc = torch.promote_types(accumulator(to), accumulator(a.x_scale.dtype))
+    steps = (a.stride_h, a.stride_w), (a.pad_h, a.pad_w), (a.dilation_h, a.dilation_w)
+    z = convolved(a.x.double(), a.w.double(), None, *steps, a.groups).to(acc) * a.x_scale.to(acc) * a.w_scale.to(acc)
+    return (activate(z if a.bias is None else z + a.bias.to(acc), a.activation).to(to),)

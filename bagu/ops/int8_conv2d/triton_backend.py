@@ -6,12 +6,9 @@ import torch
 
 from bagu.ops.conv2d.tiles import Steps
 from bagu.ops.conv2d.triton_backend import convolve
+from bagu.ops.int8_conv2d.spec import Args
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    stride_h: int, stride_w: int, pad_h: int, pad_w: int, dilation_h: int, dilation_w: int, groups: int,
-    activation: str | None, dtype: str,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    steps = Steps(stride=(stride_h, stride_w), pad=(pad_h, pad_w), dilation=(dilation_h, dilation_w))
-    return (convolve(x, w, bias, steps, groups, activation, (x_scale, w_scale), getattr(torch, dtype)),)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    steps = Steps(stride=(a.stride_h, a.stride_w), pad=(a.pad_h, a.pad_w), dilation=(a.dilation_h, a.dilation_w))
+    return (convolve(a.x, a.w, a.bias, steps, a.groups, a.activation, (a.x_scale, a.w_scale), getattr(torch, a.dtype)),)

@@ -9,17 +9,15 @@ import torch
 
 from bagu.errors import NotOffered
 from bagu.ops.activations import activate
+from bagu.ops.int8_matmul.spec import Args
 
 
-def eager(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None, dtype: str,
-) -> torch.Tensor:  # fmt: skip
+def eager(a: Args) -> torch.Tensor:
     """torch._int_mm, and the scales in separate kernels."""
-    if x.ndim != 2 or x.shape[0] <= 16:
+    if a.x.ndim != 2 or a.x.shape[0] <= 16:
         raise NotOffered("torch._int_mm multiplies matrices of more than 16 rows")
-    z = torch._int_mm(x, w.T) * x_scale.unsqueeze(-1) * w_scale
-    return activate(z if bias is None else z + bias, activation).to(getattr(torch, dtype))
+    z = torch._int_mm(a.x, a.w.T) * a.x_scale.unsqueeze(-1) * a.w_scale
+    return activate(z if a.bias is None else z + a.bias, a.activation).to(getattr(torch, a.dtype))
 
 
 def cublas_bf16(x: torch.Tensor, w: torch.Tensor, **_: Any) -> None:

@@ -12,7 +12,7 @@ Paper: https://arxiv.org/abs/2208.07339 (LLM.int8(), without its outlier columns
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,19 +20,25 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.int8_matmul import torch_backend
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LONGEST = (1 << 17) - 1  # products are at most 2^14, and their sum must be below 2^31
 
 
-def reference(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None, dtype: str,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    x_scale: torch.Tensor
+    w_scale: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str | None
+    dtype: str
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    z = (x.double() @ w.double().mT).to(x_scale.dtype) * x_scale.unsqueeze(-1) * w_scale
-    return activate(z if bias is None else z + bias, activation)
+    z = (a.x.double() @ a.w.double().mT).to(a.x_scale.dtype) * a.x_scale.unsqueeze(-1) * a.w_scale
+    return activate(z if a.bias is None else z + a.bias, a.activation)
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -111,8 +117,8 @@ SPEC = OpSpec(
         "x[*M, K]: i8, w[N, K]: i8, x_scale[*M]: float, w_scale[N]: float, bias[N]?: float, activation: str?, "
         "dtype: str -> y[*M, N]: given"
     ),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

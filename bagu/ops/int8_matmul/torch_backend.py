@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from bagu.ops.activations import activate
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.int8_matmul.spec import Args
 
 PIECE = 1024
 
@@ -24,11 +25,8 @@ def exact_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None, dtype: str,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    to = getattr(torch, dtype)
-    acc = torch.promote_types(accumulator(to), accumulator(x_scale.dtype))
-    z = exact_product(x, w).to(acc) * x_scale.to(acc).unsqueeze(-1) * w_scale.to(acc)
-    return (activate(z if bias is None else z + bias.to(acc), activation).to(to),)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    to = getattr(torch, a.dtype)
+    acc = torch.promote_types(accumulator(to), accumulator(a.x_scale.dtype))
+    z = exact_product(a.x, a.w).to(acc) * a.x_scale.to(acc).unsqueeze(-1) * a.w_scale.to(acc)
+    return (activate(z if a.bias is None else z + a.bias.to(acc), a.activation).to(to),)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bagu.ops.int8_matmul.spec import Args
 from bagu.ops.kernels.gemm import gemm_kernel
 from bagu.ops.kernels.launch import as_rows, is_hopper, num_sms
 from bagu.ops.replay.launcher import with_scratch_memory
@@ -81,10 +82,7 @@ def byte_product(
     )  # fmt: skip
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None, dtype: str,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    y = torch.empty(*x.shape[:-1], w.shape[0], dtype=getattr(torch, dtype), device=x.device)
-    byte_product(x, w, x_scale, w_scale, bias, None, activation, y, TILES, tl.int32)
+def forward(a: Args) -> tuple[torch.Tensor]:
+    y = torch.empty(*a.x.shape[:-1], a.w.shape[0], dtype=getattr(torch, a.dtype), device=a.x.device)
+    byte_product(a.x, a.w, a.x_scale, a.w_scale, a.bias, None, a.activation, y, TILES, tl.int32)
     return (y,)

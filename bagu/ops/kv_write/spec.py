@@ -23,7 +23,6 @@ import torch
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_range
-from bagu.ops.kv_write import torch_backend
 from bagu.ops.kv_write.quantize import check_cache, quantize
 
 INF, NAN = float("inf"), float("nan")
@@ -90,7 +89,6 @@ SPEC = OpSpec(
     signature="x[*T, G, D], slots[*T]: i64, cache[N, B, G, D]: any, scale[N, B, G]?: acc ->",
     mutates=("cache", "scale"),
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

@@ -15,7 +15,6 @@ import torch
 
 from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.layer_norm import torch_backend
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -51,7 +50,6 @@ SPEC = OpSpec(
     name="layer_norm",
     signature="x[*M, N], w[N]: float, b[N]?: float, eps: float -> y[*M, N]; mean[*M]: acc, rstd[*M]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,26 +26,36 @@ from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_segments
-from bagu.ops.linear_attention import torch_backend
-from bagu.ops.linear_attention.torch_backend import CHUNK
+
+CHUNK = 64  # tokens: the scores of a chunk cost CHUNK * (D + E) per token, its state 2 * D * E
 
 
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None, max_len: int, causal: bool, eps: float,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    norm_q: torch.Tensor | None
+    norm_k: torch.Tensor | None
+    max_len: int
+    causal: bool
+    eps: float
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition with all weights, one segment at a time."""
-    norm_q, norm_k = q if norm_q is None else norm_q, k if norm_k is None else norm_k
-    per_group = q.shape[1] // k.shape[1]
+    k, v, norm_q, norm_k = a.k, a.v, a.norm_q, a.norm_k
+    norm_q, norm_k = a.q if norm_q is None else norm_q, k if norm_k is None else norm_k
+    per_group = a.q.shape[1] // k.shape[1]
     k, v, norm_k = (x.repeat_interleave(per_group, 1) for x in (k, v, norm_k))
     outs = []
-    for begin, end in pairwise(cu_seqlens.tolist()):
+    for begin, end in pairwise(a.cu_seqlens.tolist()):
         own = slice(begin, end)
-        weights = torch.einsum("ihd,jhd->hij", q[own], k[own])
+        weights = torch.einsum("ihd,jhd->hij", a.q[own], k[own])
         norms = torch.einsum("ihf,jhf->hij", norm_q[own], norm_k[own])
-        if causal:
+        if a.causal:
             weights, norms = weights.tril(), norms.tril()
-        outs.append(torch.einsum("hij,jhe->ihe", weights, v[own]) / (eps + norms.sum(-1).T.unsqueeze(-1)))
+        outs.append(torch.einsum("hij,jhe->ihe", weights, v[own]) / (a.eps + norms.sum(-1).T.unsqueeze(-1)))
     return torch.cat(outs)
 
 
@@ -116,8 +126,8 @@ SPEC = OpSpec(
     name="linear_attention",
     signature="q[T, H, D], k[T, G, D], v[T, G, E], cu_seqlens[S1]: i32, norm_q[T, H, F]?, norm_k[T, G, F]?,"
     " max_len: int, causal: bool, eps: float -> out[T, H, E]; den[T, H]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -19,8 +19,7 @@ import torch
 
 from bagu.ops.attention.shape import segment_of
 from bagu.ops.contract.signature import accumulator
-
-CHUNK = 64  # tokens: the scores of a chunk cost CHUNK * (D + E) per token, its state 2 * D * E
+from bagu.ops.linear_attention.spec import CHUNK, Args
 
 
 def mix(
@@ -84,38 +83,33 @@ def _segments(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, int]:
     return segment_of(cu_seqlens, T + rows), rows
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, norm_q: torch.Tensor | None,
-    norm_k: torch.Tensor | None, max_len: int, causal: bool, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    T, H, E = q.shape[0], q.shape[1], v.shape[2]
-    segment, rows = _segments(cu_seqlens, T)
-    qf, kf, vf = (_padded(_heads(x, H), rows) for x in (q, k, v))
-    one, sides = vf.new_ones(*vf.shape[:2], 1), _sides(causal)
-    if norm_q is None and norm_k is None:  # the same weights: one additional value column of ones gives their sum
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    q = a.q
+    T, H, E = q.shape[0], q.shape[1], a.v.shape[2]
+    segment, rows = _segments(a.cu_seqlens, T)
+    qf, kf, vf = (_padded(_heads(x, H), rows) for x in (q, a.k, a.v))
+    one, sides = vf.new_ones(*vf.shape[:2], 1), _sides(a.causal)
+    if a.norm_q is None and a.norm_k is None:  # the same weights: one additional value column of ones gives their sum
         both = mix(qf, kf, torch.cat((vf, one), -1), segment, **sides)
         mixed, weight = both[..., :E], both[..., E]
     else:
-        nq, nk = (_padded(_heads(x if n is None else n, H), rows) for x, n in ((q, norm_q), (k, norm_k)))
+        nq, nk = (_padded(_heads(x if n is None else n, H), rows) for x, n in ((q, a.norm_q), (a.k, a.norm_k)))
         mixed = mix(qf, kf, vf, segment, **sides)
         weight = mix(nq, nk, one, segment, **sides).squeeze(-1)
-    den = weight[:T] + eps
+    den = weight[:T] + a.eps
     return (mixed[:T] / den.unsqueeze(-1)).to(q.dtype), den
 
 
-def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-    norm_q: torch.Tensor | None, norm_k: torch.Tensor | None, out: torch.Tensor, den: torch.Tensor, max_len: int,
-    causal: bool, eps: float,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+def backward(a: Args, dout: torch.Tensor, out: torch.Tensor, den: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    q, k, norm_q, norm_k = a.q, a.k, a.norm_q, a.norm_k
     (T, H, _), G = q.shape, k.shape[1]
-    segment, rows = _segments(cu_seqlens, T)
-    qf, kf, vf = (_padded(_heads(x, H), rows) for x in (q, k, v))
+    segment, rows = _segments(a.cu_seqlens, T)
+    qf, kf, vf = (_padded(_heads(x, H), rows) for x in (q, k, a.v))
     nq, nk = (_padded(_heads(x if n is None else n, H), rows) for x, n in ((q, norm_q), (k, norm_k)))
     given = dout.to(den.dtype) / den.unsqueeze(-1)
     dden = -(given * out.to(den.dtype)).sum(-1, keepdim=True)
     given, dden = _padded(given, rows), _padded(dden, rows)
-    one, ahead, back = torch.ones_like(dden), _sides(causal), _sides(causal, turned=True)
+    one, ahead, back = torch.ones_like(dden), _sides(a.causal), _sides(a.causal, turned=True)
     dq = mix(given, vf, kf, segment, **ahead)
     dk = mix(vf, given, qf, segment, **back)
     dv = mix(kf, qf, given, segment, **back)
@@ -128,7 +122,7 @@ def backward(
     return (
         dq[:T].to(q.dtype),
         _groups(dk[:T], G).to(k.dtype),
-        _groups(dv[:T], G).to(v.dtype),
+        _groups(dv[:T], G).to(a.v.dtype),
         None if norm_q is None else dnq[:T].to(norm_q.dtype),
         None if norm_k is None else _groups(dnk[:T], G).to(norm_k.dtype),
     )

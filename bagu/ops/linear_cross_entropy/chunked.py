@@ -20,6 +20,7 @@ import torch
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.linear_cross_entropy import cpu_gemm
 from bagu.ops.linear_cross_entropy.losses import token_losses
+from bagu.ops.linear_cross_entropy.spec import Args
 
 EVERY: Mapping[str, bool] = MappingProxyType({"hidden": True, "weight": True})  # which gradients are needed
 Scores = tuple[torch.Tensor, torch.Tensor]  # target_logit[m], lse[m]
@@ -184,30 +185,28 @@ def joined(parts: list[torch.Tensor], shape: torch.Size, like: torch.Tensor, dty
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(shape)
 
 
-def forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None,
-    kernels: Kernels,
-) -> Scores:  # fmt: skip
+def forward(a: Args, kernels: Kernels) -> Scores:
     """target_logit and lse of every token."""
-    h, w, t, spans = operands(hidden, weight, targets, memory, kernels)
-    V = weight.shape[0]
-    scores = [kernels.score(kernels.logits(part(h, s), w)[:, :V], part(t, s), ignore_index) for s in spans]
-    join = lambda parts: joined(parts, targets.shape, hidden, accumulator(hidden.dtype))  # noqa: E731
+    h, w, t, spans = operands(a.hidden, a.weight, a.targets, a.memory, kernels)
+    V = a.weight.shape[0]
+    scores = [kernels.score(kernels.logits(part(h, s), w)[:, :V], part(t, s), a.ignore_index) for s in spans]
+    join = lambda parts: joined(parts, a.targets.shape, a.hidden, accumulator(a.hidden.dtype))  # noqa: E731
     return join([target_logit for target_logit, _ in scores]), join([lse for _, lse in scores])
 
 
 def backward(
-    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
-    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool], kernels: Kernels,
+    a: Args, dtarget_logit: torch.Tensor, dlse: torch.Tensor, lse: torch.Tensor, needs: Mapping[str, bool],
+    kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dhidden and dweight, each None if it is not needed; without dweight one of the three products is skipped."""
-    h, w, t, spans = operands(hidden, weight, targets, memory, kernels, kernels.slope_itemsize(hidden, weight))
-    V = weight.shape[0]
+    hidden = a.hidden
+    h, w, t, spans = operands(hidden, a.weight, a.targets, a.memory, kernels, kernels.slope_itemsize(hidden, a.weight))
+    V = a.weight.shape[0]
     rows = [x.reshape(-1) for x in (lse, dtarget_logit, dlse)]
     grads = Gradients(w, V, hidden.dtype, len(spans), of_hidden=needs["hidden"], of_weight=needs["weight"])
     for s in spans:
         own_lse, dt, dl = (part(x, s) for x in rows)
-        dlogits = kernels.product_slope(part(h, s), w, V, part(t, s), own_lse, dt, dl, ignore_index, hidden.dtype)
+        dlogits = kernels.product_slope(part(h, s), w, V, part(t, s), own_lse, dt, dl, a.ignore_index, hidden.dtype)
         grads.add(operand(dlogits, hidden.dtype), part(h, s))
         del dlogits  # before the next chunk's logits are computed, or two would exist
     return (

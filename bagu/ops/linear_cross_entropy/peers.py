@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.linear_cross_entropy.spec import Args
 
-def eager(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def eager(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The usual PyTorch code: all logits in fp32, a gather and a logsumexp. It ignores `memory`."""
-    logits = (hidden @ weight.T).float()
-    kept = targets != ignore_index
-    target_logit = logits.gather(-1, torch.where(kept, targets, 0).unsqueeze(-1)).squeeze(-1)
+    logits = (a.hidden @ a.weight.T).float()
+    kept = a.targets != a.ignore_index
+    target_logit = logits.gather(-1, torch.where(kept, a.targets, 0).unsqueeze(-1)).squeeze(-1)
     return torch.where(kept, target_logit, 0.0), torch.where(kept, logits.logsumexp(-1), 0.0)
 
 
-def four_gemms(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> None:
+def four_gemms(a: Args) -> None:
     """A baseline: only the four products of forward and backward."""
     with torch.no_grad():
-        h = hidden.flatten(0, -2)
-        logits = h @ weight.T
-        torch.mm(h, weight.T, out=logits)
-        logits @ weight
+        h = a.hidden.flatten(0, -2)
+        logits = h @ a.weight.T
+        torch.mm(h, a.weight.T, out=logits)
+        logits @ a.weight
         logits.T @ h

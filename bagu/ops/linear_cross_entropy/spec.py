@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,6 @@ from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.cross_entropy.torch_backend import target_logits
-from bagu.ops.linear_cross_entropy import torch_backend
 
 IGNORED = -100  # in the targets of a case: stands for the case's ignore_index
 ALL, INF, NAN = ..., float("inf"), float("nan")
@@ -30,13 +29,19 @@ ALL, INF, NAN = ..., float("inf"), float("nan")
 TARGET_LOGIT = {"target_logit": 4}
 
 
-def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Args(NamedTuple):
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    targets: torch.Tensor
+    ignore_index: int
+    memory: int | None
+
+
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, on all logits at once."""
-    kept = targets != ignore_index
-    x = torch.where(kept.unsqueeze(-1), hidden @ weight.T, 0.0)
-    return torch.where(kept, target_logits(x, targets), 0.0), torch.where(kept, x.logsumexp(-1), 0.0)
+    kept = a.targets != a.ignore_index
+    x = torch.where(kept.unsqueeze(-1), a.hidden @ a.weight.T, 0.0)
+    return torch.where(kept, target_logits(x, a.targets), 0.0), torch.where(kept, x.logsumexp(-1), 0.0)
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -138,8 +143,8 @@ SPEC = OpSpec(
     name="linear_cross_entropy",
     signature="hidden[*M, D], weight[V, D], targets[*M]: int, ignore_index: int, memory: int?"
     " -> target_logit[*M]: acc, lse[*M]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=partial(refuse_memory, "linear_cross_entropy"),

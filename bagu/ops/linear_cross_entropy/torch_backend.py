@@ -14,6 +14,7 @@ from bagu.ops.invariant import invariant_rows
 from bagu.ops.invariant.mode import at_least_two_rows, in_blocks
 from bagu.ops.linear_cross_entropy import chunked
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels, product
+from bagu.ops.linear_cross_entropy.spec import Args
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -94,13 +95,11 @@ INVARIANT = Kernels(logits=_logits_by_row, score=_score_invariant, slope=_slope)
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int,
-        memory: int | None, kernels: Kernels,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        target_logit, lse = chunked.forward(hidden, weight, targets, ignore_index, memory, kernels)
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        ctx.rest = ignore_index, memory, kernels
+    def forward(ctx: Any, kernels: Kernels, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        a = Args(*values)
+        target_logit, lse = chunked.forward(a, kernels)
+        ctx.save_for_backward(a.hidden, a.weight, a.targets, lse)
+        ctx.rest = a.ignore_index, a.memory, kernels
         return target_logit, lse
 
     @staticmethod
@@ -109,20 +108,17 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, lse = ctx.saved_tensors
         ignore_index, memory, kernels = ctx.rest
-        needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[:2], strict=True))
+        needs = dict(zip(("hidden", "weight"), ctx.needs_input_grad[1:3], strict=True))
         # the logits are computed again: by the forward's kernels, since exp(logit - lse) shows any difference
-        dhidden, dweight = chunked.backward(
-            douts[0], douts[1], hidden, weight, targets, lse, ignore_index, memory, needs, kernels
-        )
-        return dhidden, dweight, None, None, None, None
+        a = Args(hidden, weight, targets, ignore_index, memory)
+        dhidden, dweight = chunked.backward(a, douts[0], douts[1], lse, needs, kernels)
+        return None, dhidden, dweight, None, None, None
 
 
-def forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     if eager.transformed():
-        return whole(hidden, weight, targets, ignore_index)
-    return _Head.apply(hidden, weight, targets, ignore_index, memory, KERNELS)
+        return whole(a.hidden, a.weight, a.targets, a.ignore_index)
+    return _Head.apply(KERNELS, *a)
 
 
 def whole(
@@ -133,14 +129,11 @@ def whole(
     return _score(hidden.to(acc) @ weight.to(acc).T, targets, ignore_index)
 
 
-def invariant_forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _Head.apply(hidden, weight, targets, ignore_index, memory, INVARIANT)
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Head.apply(INVARIANT, *a)
 
 
 def backward(
-    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
-    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool] = EVERY,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    return chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, KERNELS)
+    a: Args, dtarget_logit: torch.Tensor, dlse: torch.Tensor, lse: torch.Tensor, needs: Mapping[str, bool] = EVERY
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return chunked.backward(a, dtarget_logit, dlse, lse, needs, KERNELS)

@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.cross_entropy.spec import Args as CrossEntropy
 from bagu.ops.cross_entropy.triton_backend import exp, reduce_rows
 from bagu.ops.kernels.launch import next_power_of_2, triton_acc
 from bagu.ops.linear_cross_entropy import chunked, loss_kernels, tile_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY, Kernels
+from bagu.ops.linear_cross_entropy.spec import Args
 from bagu.ops.matmul.triton_backend import Epilogue, product
 from bagu.ops.replay.launcher import available_launcher
 from bagu.ops.replay.plan import Results
@@ -90,7 +92,8 @@ def _score_host(values: Sequence[Any]) -> Results:
     logits, targets, ignore_index, splits = values
     target_logit = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
     lse = torch.empty_like(target_logit)
-    reduce_rows(logits, targets, target_logit, lse, ignore_index, 0.0, 0.0, loss=False, splits=splits)
+    rows = CrossEntropy(logits, targets, ignore_index, label_smoothing=0.0, z_loss=0.0)
+    reduce_rows(rows, target_logit, lse, loss=False, splits=splits)
     return target_logit, lse
 
 
@@ -161,32 +164,26 @@ KERNELS = _Kernels(logits=_logits, score=_score, slope=_overwrite, pad=_pad)
 INVARIANT = Kernels(logits=_logits_by_row, score=partial(_score, splits=1), slope=_overwrite, pad=_pad)
 
 
-def forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if tile_kernels.fits(hidden, weight):
-        return tile_kernels.scores(hidden, weight, targets, ignore_index)
-    return chunked.forward(hidden, weight, targets, ignore_index, memory, KERNELS)
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    if tile_kernels.fits(a.hidden, a.weight):
+        return tile_kernels.scores(a.hidden, a.weight, a.targets, a.ignore_index)
+    return chunked.forward(a, KERNELS)
 
 
-def invariant_forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, memory: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return chunked.forward(hidden, weight, targets, ignore_index, memory, INVARIANT)
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    return chunked.forward(a, INVARIANT)
 
 
 def backward(
-    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
-    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool] = EVERY,
-    *, block: int | None = None, num_warps: int | None = None,
+    a: Args, dtarget_logit: torch.Tensor, dlse: torch.Tensor, lse: torch.Tensor, needs: Mapping[str, bool] = EVERY, *,
+    block: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     kernels = replace(KERNELS, slope=partial(_overwrite, block=block, num_warps=num_warps))
-    return chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, kernels)
+    return chunked.backward(a, dtarget_logit, dlse, lse, needs, kernels)
 
 
 def invariant_backward(
-    dtarget_logit: torch.Tensor, dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
-    lse: torch.Tensor, ignore_index: int, memory: int | None, needs: Mapping[str, bool] = EVERY,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    a: Args, dtarget_logit: torch.Tensor, dlse: torch.Tensor, lse: torch.Tensor, needs: Mapping[str, bool] = EVERY
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """With the forward's logits: exp(logit - lse) of logits of another kernel has the rounding errors of both."""
-    return chunked.backward(dtarget_logit, dlse, hidden, weight, targets, lse, ignore_index, memory, needs, INVARIANT)
+    return chunked.backward(a, dtarget_logit, dlse, lse, needs, INVARIANT)

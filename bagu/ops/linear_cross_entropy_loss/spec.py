@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,18 +25,26 @@ from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.linear_cross_entropy import spec as head
 from bagu.ops.linear_cross_entropy.losses import token_losses
-from bagu.ops.linear_cross_entropy_loss import torch_backend
 
 
-def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
-    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+class Args(NamedTuple):
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    targets: torch.Tensor
+    token_weights: torch.Tensor | None
+    ignore_index: int
+    z_loss: float
+    memory: int | None
+    grad_hidden: bool
+    grad_weight: bool
+
+
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The definition, on all logits at once; autograd gives the gradients."""
-    target_logit, lse = head.reference(hidden, weight, targets, ignore_index, memory)
-    losses = token_losses(target_logit, lse, z_loss).loss
-    kept = targets != ignore_index
-    weights = 1 / kept.sum().clamp(min=1) if token_weights is None else token_weights
+    target_logit, lse = head.reference(head.Args(a.hidden, a.weight, a.targets, a.ignore_index, a.memory))
+    losses = token_losses(target_logit, lse, a.z_loss).loss
+    kept = a.targets != a.ignore_index
+    weights = 1 / kept.sum().clamp(min=1) if a.token_weights is None else a.token_weights
     return torch.where(kept, weights * losses, 0.0).sum(), target_logit.detach(), lse.detach()
 
 
@@ -90,8 +98,8 @@ SPEC = OpSpec(
     signature="hidden[*M, D], weight[V, D], targets[*M]: int, token_weights[*M]?: float, ignore_index: int,"
     " z_loss: float, memory: int?, grad_hidden: bool, grad_weight: bool"
     " -> loss[]: acc, target_logit[*M]: acc, lse[*M]: acc; hidden_grad[*H], weight_grad[*W]",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=partial(head.refuse_memory, "linear_cross_entropy_loss"),

@@ -19,6 +19,7 @@ from bagu.ops.linear_cross_entropy import tile_kernels
 from bagu.ops.linear_cross_entropy.chunked import EVERY
 from bagu.ops.linear_cross_entropy.triton_backend import INVARIANT, KERNELS
 from bagu.ops.linear_cross_entropy_loss import one_pass
+from bagu.ops.linear_cross_entropy_loss.spec import Args
 
 TUNABLE = {"backward": {"block": (2048, 4096), "num_warps": (4, 8)}}  # the tests run every combination
 
@@ -43,35 +44,25 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor, block: int | None, num_warps:
     return y
 
 
-def forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
-    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    if grad_hidden or grad_weight or not tile_kernels.fits(hidden, weight):
-        return one_pass.forward(
-            hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, KERNELS
-        )
-    weights = KERNELS.mean_weights(targets, ignore_index, torch.float32) if token_weights is None else token_weights
-    target_logit, lse = tile_kernels.scores(hidden, weight, targets, ignore_index)
-    loss = KERNELS.loss(target_logit, lse, weights.float(), targets, z_loss, ignore_index)
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden, targets, ignore_index = a.hidden, a.targets, a.ignore_index
+    if a.grad_hidden or a.grad_weight or not tile_kernels.fits(hidden, a.weight):
+        return one_pass.forward(a, KERNELS)
+    weights = KERNELS.mean_weights(targets, ignore_index, torch.float32) if a.token_weights is None else a.token_weights
+    target_logit, lse = tile_kernels.scores(hidden, a.weight, targets, ignore_index)
+    loss = KERNELS.loss(target_logit, lse, weights.float(), targets, a.z_loss, ignore_index)
     return loss, target_logit, lse, hidden.new_empty(0), hidden.new_empty(0)
 
 
-def invariant_forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_weights: torch.Tensor | None,
-    ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool, grad_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each token's logit and lse are batch-invariant; the loss is a sum over the batch."""
-    return one_pass.forward(
-        hidden, weight, targets, token_weights, ignore_index, z_loss, memory, grad_hidden, grad_weight, INVARIANT
-    )
+    return one_pass.forward(a, INVARIANT)
 
 
 def backward(
-    dloss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, hidden_grad: torch.Tensor,
-    weight_grad: torch.Tensor, ignore_index: int, z_loss: float, memory: int | None, grad_hidden: bool,
-    grad_weight: bool, needs: Mapping[str, bool] = EVERY, *, block: int | None = None, num_warps: int | None = None,
+    a: Args, dloss: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY, *, block: int | None = None, num_warps: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    one_pass.check_made(needs, grad_hidden=grad_hidden, grad_weight=grad_weight)
+    one_pass.check_made(needs, grad_hidden=a.grad_hidden, grad_weight=a.grad_weight)
     scale = lambda g: _scaled(g, dloss, block, num_warps)  # noqa: E731
     return scale(hidden_grad) if needs["hidden"] else None, scale(weight_grad) if needs["weight"] else None

@@ -11,19 +11,26 @@ Papers: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2310.1854
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.lora_add import torch_backend
 
 
-def reference(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, y: torch.Tensor) -> tuple[()]:
+class Args(NamedTuple):
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    slots: torch.Tensor
+    y: torch.Tensor
+
+
+def reference(args: Args) -> tuple[()]:
     """The definition, one token after another."""
-    for t, slot in enumerate(slots.tolist()):
-        if 0 <= slot < len(a):
-            y[t] += b[slot] @ (a[slot] @ x[t])
+    for t, slot in enumerate(args.slots.tolist()):
+        if 0 <= slot < len(args.a):
+            args.y[t] += args.b[slot] @ (args.a[slot] @ args.x[t])
     return ()
 
 
@@ -55,8 +62,8 @@ SPEC = OpSpec(
     name="lora_add",
     signature="x[T, K], a[L, R, K], b[L, N, R], slots[T]: i64, y[T, N] ->",
     mutates=("y",),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     ulps=2,  # A x is rounded between the products

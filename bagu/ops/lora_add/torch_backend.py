@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.lora_add.spec import Args
 
 
 @torch.no_grad()
-def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, y: torch.Tensor) -> tuple[()]:
-    acc = accumulator(x.dtype)
-    own = slots.unsqueeze(1) == torch.arange(len(a), device=x.device)
-    low = torch.einsum("tk,lrk->tlr", x.to(acc), a.to(acc))
+def forward(args: Args) -> tuple[()]:
+    acc = accumulator(args.x.dtype)
+    own = args.slots.unsqueeze(1) == torch.arange(len(args.a), device=args.x.device)
+    low = torch.einsum("tk,lrk->tlr", args.x.to(acc), args.a.to(acc))
     low = torch.where(own.unsqueeze(2), low, 0)
-    y.copy_(y.to(acc) + torch.einsum("tlr,lnr->tn", low, b.to(acc)))
+    args.y.copy_(args.y.to(acc) + torch.einsum("tlr,lnr->tn", low, args.b.to(acc)))
     return ()

@@ -11,11 +11,11 @@ its tokens that have this slot. If there is none it ends at once, so a pair is r
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
+from bagu.ops.lora_add.spec import Args
 
 FEW_TOKENS = 256  # above, tokens that share an adapter are many enough to share the reads of its pair
 VALUES = 16384  # of A that a program of `token_kernel` holds at a time; of B twice as many
@@ -72,25 +72,27 @@ def tile_kernel(
         tl.store(at, tl.load(at, there, 0.0).to(ACC) + added, there)
 
 
-def forward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, y: torch.Tensor) -> tuple[()]:
-    if not y.numel() or not a.numel():
+def forward(args: Args) -> tuple[()]:
+    x, y = args.x, args.y
+    if not y.numel() or not args.a.numel():
         return ()
-    rows, a, b, sms = as_rows(x), a.contiguous(), b.contiguous(), num_sms(x.device)
+    rows, a, b, sms = as_rows(x), args.a.contiguous(), args.b.contiguous(), num_sms(x.device)
     (M, K), (L, N, R), ACC = rows.shape, b.shape, triton_acc(x.dtype)
-    strides, BR = (rows.stride(0), slots.stride(0), *y.stride()), max(next_power_of_2(R), 16)
+    strides, BR = (rows.stride(0), args.slots.stride(0), *y.stride()), max(next_power_of_2(R), 16)
     if M <= FEW_TOKENS:
         BK = min(next_power_of_2(K), VALUES // BR)
         BN = min(max(next_power_of_2(triton.cdiv(N * M, sms)), 64), 2 * VALUES // BR)  # a program per multiprocessor
         stages, warps = (1, 8) if BK >= K else (3, 4)
         token_kernel[(triton.cdiv(N, BN), M)](
-            rows, a, b, slots, y, L, N, K, R, *strides, BN=BN, BK=BK, BR=BR, STAGES=stages, ACC=ACC, num_warps=warps
-        )
+            rows, a, b, args.slots, y, L, N, K, R, *strides, BN=BN, BK=BK, BR=BR, STAGES=stages, ACC=ACC,
+            num_warps=warps,
+        )  # fmt: skip
         return ()
     how = TILE if x.element_size() <= 2 else TILE | {"BM": 16, "BN": 32, "BK": 32, "STAGES": 1}
     tiles, across = triton.cdiv(M, how["BM"]), triton.cdiv(N, how["BN"])
     # neighbours in a prompt have the same adapter, so about tiles + L programs have work
     per_part = triton.cdiv(across, max(1, min(2 * sms // (tiles + L), across))) * how["BN"]
     tile_kernel[(triton.cdiv(N, per_part), L, tiles)](
-        rows, a, b, slots, y, M, N, K, R, per_part, *strides, BR=BR, ACC=ACC, **how
+        rows, a, b, args.slots, y, M, N, K, R, per_part, *strides, BR=BR, ACC=ACC, **how
     )
     return ()

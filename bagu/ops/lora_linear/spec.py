@@ -12,21 +12,27 @@ Papers: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2310.1854
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.lora_add import spec as lora_add
-from bagu.ops.lora_linear import torch_backend
 
 
-def reference(
-    x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    slots: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def reference(args: Args) -> torch.Tensor:
     """The definition."""
-    y = x @ w.mT if bias is None else x @ w.mT + bias
-    lora_add.reference(x, a, b, slots, y)
+    y = args.x @ args.w.mT if args.bias is None else args.x @ args.w.mT + args.bias
+    lora_add.reference(lora_add.Args(args.x, args.a, args.b, args.slots, y))
     return y
 
 
@@ -51,8 +57,8 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 SPEC = OpSpec(
     name="lora_linear",
     signature="x[T, K], w[N, K], a[L, R, K], b[L, N, R], slots[T]: i64, bias[N]? -> y[T, N]",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     ulps=1,

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, starts_early, triton_acc
+from bagu.ops.lora_linear.spec import Args
 
 TUNABLE = {"forward": {"parts": (None, 2)}}  # the tests run every combination
 
@@ -91,15 +92,14 @@ def _parts(tiles: int, K: int, sms: int) -> int:
     return max(1, min(max(2, sms // tiles), K // SHORTEST))
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None,
-    *, parts: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    (L, N, R), (M, K) = b.shape, x.shape
+def forward(args: Args, *, parts: int | None = None) -> tuple[torch.Tensor]:
+    x, slots = args.x, args.slots
+    (L, N, R), (M, K) = args.b.shape, x.shape
     y = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if not y.numel():
         return (y,)
-    rows, w, a, b, sms = as_rows(x), w.contiguous(), a.contiguous(), b.contiguous(), num_sms(x.device)
+    rows, sms = as_rows(x), num_sms(x.device)
+    w, a, b = (t.contiguous() for t in (args.w, args.a, args.b))
     ACC, early, wide = triton_acc(x.dtype), starts_early(x.device), x.element_size() > 2  # wide: without tensor cores
     how = TILE | ({"BK": 32, "STAGES": 1} if wide else {})
     BM, BN, BK, BR = 16 if wide else min(max(next_power_of_2(M), 16), 64), how["BN"], how["BK"], next_power_of_2(R)
@@ -115,7 +115,7 @@ def forward(
     )  # fmt: skip
     BN = min(max(next_power_of_2(triton.cdiv(N * M, sms)), 64), VALUES // BR)  # a program per multiprocessor
     finish_kernel[(triton.cdiv(N, BN), M)](
-        sums, b, None if bias is None else bias.contiguous(), slots, y, M, N, L, R, slots.stride(0), PARTS=parts, BN=BN,
-        BR=BR, ACC=ACC, EARLY=early, num_warps=4, launch_pdl=early,
+        sums, b, None if args.bias is None else args.bias.contiguous(), slots, y, M, N, L, R, slots.stride(0),
+        PARTS=parts, BN=BN, BR=BR, ACC=ACC, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return (y,)

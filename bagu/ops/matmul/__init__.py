@@ -26,19 +26,13 @@ def matmul(
     have no gradient, and return bf16: see `fp8_matmul`.
     """
     if isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn:
-        return _fp8(x, w, bias, residual, row_scale, column_scale, activation, backend)
+        if row_scale is None or column_scale is None:
+            name = "row_scale" if row_scale is None else "column_scale"
+            raise ArgumentError(f"matmul: {name} is None, and fp8 operands need a scale per row of x and of w")
+        return fp8_matmul(
+            x, w, row_scale, column_scale, bias, residual=residual, activation=activation, backend=backend
+        )
     return call(
         SPEC, backend, x=x, w=w, bias=bias, residual=residual, row_scale=row_scale, column_scale=column_scale,
         activation=activation,
     )  # fmt: skip
-
-
-def _fp8(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None, backend: str | None,
-) -> torch.Tensor:  # fmt: skip
-    for name, scale in (("row_scale", row_scale), ("column_scale", column_scale)):
-        if scale is None:
-            raise ArgumentError(f"matmul: {name} is None, and fp8 operands need a scale per row of x and of w")
-    assert row_scale is not None and column_scale is not None
-    return fp8_matmul(x, w, row_scale, column_scale, bias, residual=residual, activation=activation, backend=backend)

@@ -6,19 +6,17 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops.activations import activate
+from bagu.ops.matmul.spec import Args
 
 
-def eager(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-) -> torch.Tensor:  # fmt: skip
+def eager(a: Args) -> torch.Tensor:
     """cuBLAS on a GPU, and an op for each part of the epilogue except the bias."""
-    if row_scale is None and column_scale is None:
-        z = F.linear(x, w, bias)
+    if a.row_scale is None and a.column_scale is None:
+        z = F.linear(a.x, a.w, a.bias)
     else:
-        z = F.linear(x, w)
-        z = z if row_scale is None else z * row_scale.unsqueeze(-1)
-        z = z if column_scale is None else z * column_scale
-        z = z if bias is None else z + bias
-    y = activate(z, activation)
-    return (y if residual is None else y + residual).to(x.dtype)
+        z = F.linear(a.x, a.w)
+        z = z if a.row_scale is None else z * a.row_scale.unsqueeze(-1)
+        z = z if a.column_scale is None else z * a.column_scale
+        z = z if a.bias is None else z + a.bias
+    y = activate(z, a.activation)
+    return (y if a.residual is None else y + a.residual).to(a.x.dtype)

@@ -11,7 +11,7 @@ Dims: M = rows (tokens), K = input features, N = output features.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,25 +19,31 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.matmul import torch_backend
 
 FEW, FEWER = 32, 8  # rows of a decode step
 SMALL, HEAD = 2**25, 2**16  # numbers of a weight, and its rows: between these cuBLAS is faster for more than FEWER
 
 
-def reference(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    column_scale: torch.Tensor | None
+    activation: str | None
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition. The harness runs it in fp64, and its autograd gives the true gradients.
 
     It is a matrix product so its fp32 error is that of a GEMM: `sum` adds pairwise and is more exact than any GEMM.
     """
-    z = x @ w.mT
-    z = z if row_scale is None else z * row_scale.unsqueeze(-1)
-    z = z if column_scale is None else z * column_scale
-    y = activate(z if bias is None else z + bias, activation)
-    return y if residual is None else y + residual
+    z = a.x @ a.w.mT
+    z = z if a.row_scale is None else z * a.row_scale.unsqueeze(-1)
+    z = z if a.column_scale is None else z * a.column_scale
+    y = activate(z if a.bias is None else z + a.bias, a.activation)
+    return y if a.residual is None else y + a.residual
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -115,8 +121,8 @@ SPEC = OpSpec(
         "x[*M, K], w[N, K], bias[N]?, residual[*M, N]?, row_scale[*M]?: float, column_scale[N]?: float,"
         " activation: str? -> y[*M, N]"
     ),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -21,6 +21,7 @@ from bagu.ops.call.eager import constant, without_autocast
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.invariant import invariant_rows
 from bagu.ops.invariant.mode import in_blocks, times_sigmoid
+from bagu.ops.matmul.spec import Args
 
 EVERY = dict.fromkeys(("x", "w", "bias", "residual", "row_scale", "column_scale"), True)
 cpu_has_bf16 = constant(onednn_has_bf16)
@@ -62,37 +63,33 @@ def scaled(
     return z if bias is None else z + bias.to(acc)
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    if row_scale is not None or column_scale is not None:
-        z = scaled(_sums(x, w, None, _wide(x, row_scale, column_scale)), bias, row_scale, column_scale)
-    elif activation is not None or residual is not None:
-        z = _sums(x, w, bias, _wide(x))
+def forward(a: Args) -> tuple[torch.Tensor]:
+    x = a.x
+    if a.row_scale is not None or a.column_scale is not None:
+        z = scaled(_sums(x, a.w, None, _wide(x, a.row_scale, a.column_scale)), a.bias, a.row_scale, a.column_scale)
+    elif a.activation is not None or a.residual is not None:
+        z = _sums(x, a.w, a.bias, _wide(x))
     else:
-        return (linear(x, w, bias),)
-    y = activate(z, activation)
-    return ((y if residual is None else y + residual).to(x.dtype),)
+        return (linear(x, a.w, a.bias),)
+    y = activate(z, a.activation)
+    return ((y if a.residual is None else y + a.residual).to(x.dtype),)
 
 
-def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, row_scale: torch.Tensor | None,
-    column_scale: torch.Tensor | None, activation: str | None, needs: Mapping[str, bool] = EVERY,
-) -> Gradients:  # fmt: skip
+def backward(a: Args, dy: torch.Tensor, needs: Mapping[str, bool] = EVERY) -> Gradients:
     """The gradients of x, w, bias, residual, row_scale and column_scale; None for those that are not needed.
 
     The sums before the epilogue are computed again and not saved: a forward then writes y alone, whether or not there
     will be a backward. Where gradients are needed, the automatic choice is the torch backend, which saves them.
     """
+    x, w, bias, row_scale, column_scale = a.x, a.w, a.bias, a.row_scale, a.column_scale
     residual = dy.clone() if needs["residual"] else None  # a custom op may not return its input
-    if activation is None and row_scale is None and column_scale is None:
+    if a.activation is None and row_scale is None and column_scale is None:
         return *of_product(dy, x, w, bias, needs), residual, None, None
     wide = _wide(x, row_scale, column_scale)
     sums = _sums(x, w, None, wide)
     dz = dy.to(accumulator(x.dtype))
-    if activation is not None:
-        dz = activation_backward(dz, scaled(sums, bias, row_scale, column_scale), activation)
+    if a.activation is not None:
+        dz = activation_backward(dz, scaled(sums, bias, row_scale, column_scale), a.activation)
     drow = dcolumn = dbias = None
     if row_scale is not None and needs["row_scale"]:
         drow = scaled(dz * sums, None, None, column_scale).sum(-1).to(row_scale.dtype)
@@ -134,44 +131,38 @@ def invariant_rows_of(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | Non
     return in_blocks(lambda block: linear(block, w, bias), x)
 
 
-def _invariant_epilogue(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-) -> torch.Tensor:  # fmt: skip
+def _invariant_epilogue(a: Args) -> torch.Tensor:
     """The whole definition, each row by itself; sums are not rounded before the epilogue."""
+    x = a.x
     rows, wide = x.reshape(-1, x.shape[-1]), _wide(x)
     if invariant_rows.available(x.dtype):
-        sums = invariant_rows.product(rows, w)
+        sums = invariant_rows.product(rows, a.w)
     else:
-        sums = in_blocks(lambda block: F.linear(block.to(wide), w.to(wide)), rows)
-    z = scaled(sums.view(*x.shape[:-1], w.shape[0]), bias, row_scale, column_scale)
-    y = times_sigmoid(z, z) if activation == "silu" else activate(z, activation)
-    return (y if residual is None else y + residual).to(x.dtype)
+        sums = in_blocks(lambda block: F.linear(block.to(wide), a.w.to(wide)), rows)
+    z = scaled(sums.view(*x.shape[:-1], a.w.shape[0]), a.bias, a.row_scale, a.column_scale)
+    y = times_sigmoid(z, z) if a.activation == "silu" else activate(z, a.activation)
+    return (y if a.residual is None else y + a.residual).to(x.dtype)
 
 
 class _Invariant(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-        row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.save_for_backward(x, w, bias, row_scale, column_scale)
-        ctx.activation = activation
-        if residual is None and row_scale is None and column_scale is None and activation is None:
-            rows = invariant_rows_of(x.reshape(-1, x.shape[-1]), w, bias)
-            return rows.view(*x.shape[:-1], w.shape[0])
-        return _invariant_epilogue(x, w, bias, residual, row_scale, column_scale, activation)
+    def forward(ctx: Any, *values: Any) -> torch.Tensor:
+        a = Args(*values)
+        ctx.save_for_backward(a.x, a.w, a.bias, a.row_scale, a.column_scale)
+        ctx.activation = a.activation
+        if a.residual is None and a.row_scale is None and a.column_scale is None and a.activation is None:
+            rows = invariant_rows_of(a.x.reshape(-1, a.x.shape[-1]), a.w, a.bias)
+            return rows.view(*a.x.shape[:-1], a.w.shape[0])
+        return _invariant_epilogue(a)
 
     @staticmethod
     @without_autocast
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs = dict(zip(EVERY, ctx.needs_input_grad[:6], strict=True))
         x, w, bias, row_scale, column_scale = ctx.saved_tensors
-        return *backward(douts[0], x, w, bias, row_scale, column_scale, ctx.activation, needs), None
+        a = Args(x, w, bias, None, row_scale, column_scale, ctx.activation)
+        return *backward(a, douts[0], needs), None
 
 
-def invariant_forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    return (_Invariant.apply(x, w, bias, residual, row_scale, column_scale, activation),)
+def invariant_forward(a: Args) -> tuple[torch.Tensor]:
+    return (_Invariant.apply(*a),)

@@ -23,7 +23,7 @@ from bagu.ops.kernels.gemm import gemm_kernel
 from bagu.ops.kernels.launch import as_rows, next_power_of_2, num_sms, triton_acc
 from bagu.ops.matmul import few_rows
 from bagu.ops.matmul.product_kernel import product_kernel
-from bagu.ops.matmul.spec import is_decode
+from bagu.ops.matmul.spec import Args, is_decode
 from bagu.ops.matmul.torch_backend import backward as backward
 from bagu.ops.replay.launcher import with_scratch_memory
 
@@ -149,33 +149,28 @@ def _epilogue(
     )  # fmt: skip
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None, *,
-    tile: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    rows, weight = as_rows(x), as_rows(w)
-    M, N = len(rows), len(w)
+def forward(a: Args, *, tile: int | None = None) -> tuple[torch.Tensor]:
+    x, N = a.x, len(a.w)
+    rows, weight = as_rows(x), as_rows(a.w)
+    M = len(rows)
     y = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
-    end = _epilogue(bias, residual, row_scale, column_scale, activation)
-    if tile is None and is_decode({**vars(end), "x": x, "w": w}):
+    end = _epilogue(a.bias, a.residual, a.row_scale, a.column_scale, a.activation)
+    if tile is None and is_decode({**vars(end), "x": x, "w": a.w}):
         few_rows.product(rows, weight, end.bias, y)
         return (y,)
     chosen = _persistent(M, N, x.device) if tile is None else PERSISTENT[tile]
     # Triton assumes nothing of sizes that are no multiple of 16, and then needs more shared memory than there is
     aligned = N % 16 == 0 and rows.stride(0) % 16 == 0 and weight.stride(0) % 16 == 0
     if M * N == 0 or chosen is None or x.element_size() != 2 or not (aligned and by_tma(rows) and by_tma(weight)):
-        return invariant_forward(x, w, bias, residual, row_scale, column_scale, activation)
+        return invariant_forward(a)
     persistent_product(rows, weight, end, y, chosen)
     return (y,)
 
 
-def invariant_forward(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    row_scale: torch.Tensor | None, column_scale: torch.Tensor | None, activation: str | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def invariant_forward(a: Args) -> tuple[torch.Tensor]:
+    x = a.x
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    y = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device=x.device)
-    end = _epilogue(bias, residual, row_scale, column_scale, activation)
-    product(rows, w, end, y.view(len(rows), w.shape[0]))
+    y = torch.empty(*x.shape[:-1], a.w.shape[0], dtype=x.dtype, device=x.device)
+    end = _epilogue(a.bias, a.residual, a.row_scale, a.column_scale, a.activation)
+    product(rows, a.w, end, y.view(len(rows), a.w.shape[0]))
     return (y,)

@@ -18,28 +18,43 @@ Paper: https://arxiv.org/abs/2405.04434 (DeepSeek-V2), 2.1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.mla_attention import torch_backend
 from bagu.ops.paged_attention import spec as paged
 
 WIDEST = 512, 128  # the most features of a latent and of a rotated key that a tile of the Triton kernel can hold
 
 
-def reference(
-    q: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, rank: int, max_len: int, max_context: int, window: int | None, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    keys = cache.unsqueeze(2)
-    return paged.reference(
-        q, keys, keys[..., :rank], block_tables, cu_seqlens, context_lens, max_len=max_len, max_context=max_context,
-        window=window, scale=scale, **torch_backend.UNUSED,
+class Args(NamedTuple):
+    q: torch.Tensor
+    cache: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens: torch.Tensor
+    context_lens: torch.Tensor
+    rank: int
+    max_len: int
+    max_context: int
+    window: int | None
+    scale: float | None
+
+
+def as_paged(a: Args) -> paged.Args:
+    """The call of paged attention that computes this: one key head, whose values are a view of the keys."""
+    keys = a.cache.unsqueeze(2)
+    return paged.Args(
+        a.q, keys, keys[..., : a.rank], a.block_tables, a.cu_seqlens, a.context_lens, slopes=None, bias=None,
+        sinks=None, k_scale=None, v_scale=None, max_len=a.max_len, max_context=a.max_context, window=a.window,
+        scale=a.scale,
     )  # fmt: skip
+
+
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    return paged.reference(as_paged(a))
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -136,8 +151,8 @@ SPEC = OpSpec(
     name="mla_attention",
     signature="q[T, H, D], cache[N, B, D], block_tables[S, W]: i32, cu_seqlens[S1]: i32, context_lens[S]: i32,"
     " rank: int, max_len: int, max_context: int, window: int?, scale: float? -> out[T, H, rank], lse[T, H]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

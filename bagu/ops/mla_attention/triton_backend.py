@@ -16,6 +16,7 @@ from bagu.ops.attention.shape import side_by_side
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import fp32_pair, is_hopper, next_power_of_2, num_sms, triton_acc
 from bagu.ops.mla_attention.mla_kernels import mla_kernel
+from bagu.ops.mla_attention.spec import Args
 from bagu.ops.paged_attention.join import join
 from bagu.ops.paged_attention.triton_backend import LOG2E, Tile
 
@@ -46,25 +47,23 @@ def _split(programs: int, max_context: int, sms: int) -> int:
     return 0 if best == max_context else best
 
 
-def forward(
-    q: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, rank: int, max_len: int, max_context: int, window: int | None, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    (T, H, D), S, acc = q.shape, block_tables.shape[0], accumulator(q.dtype)
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    q, cache, rank, window, scale = a.q, a.cache, a.rank, a.window, a.scale
+    (T, H, D), S, acc = q.shape, a.block_tables.shape[0], accumulator(q.dtype)
     out, lse = q.new_empty(T, H, rank), q.new_empty(T, H, dtype=acc)
     if T == 0:
         return out, lse
-    q, cache, tables = (side_by_side(x) for x in (q, cache, block_tables))
-    lists = tables, cu_seqlens.contiguous(), context_lens.contiguous()
+    q, cache, tables = (side_by_side(x) for x in (q, cache, a.block_tables))
+    lists = tables, a.cu_seqlens.contiguous(), a.context_lens.contiguous()
     scale = (D**-0.5 if scale is None else scale) * LOG2E
     hopper = _fits_hopper(q, cache, rank, window)
-    tile = HOPPER if hopper else _tile(max_len * H, q.element_size())
+    tile = HOPPER if hopper else _tile(a.max_len * H, q.element_size())
     heads = tile.rows if hopper else min(next_power_of_2(H), tile.rows)
     groups, tokens = triton.cdiv(H, heads), tile.rows // heads
-    one = max_len == 1
+    one = a.max_len == 1
     programs = groups * (T if hopper else S if one else T // tokens + S)
-    split = _split(programs, max_context, num_sms(q.device))
-    splits = triton.cdiv(max_context, split) if split else 1
+    split = _split(programs, a.max_context, num_sms(q.device))
+    splits = triton.cdiv(a.max_context, split) if split else 1
     parts, part_lse = (out, lse) if splits == 1 else (
         q.new_empty(splits, T, H, rank, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
     )  # fmt: skip
@@ -80,7 +79,7 @@ def forward(
             q, cache, *lists, parts, part_lse, S, T, H, groups, scale, *strides, M=tile.rows, **sizes
         )
     else:
-        reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing; sums must fit 32 bits
+        reach = 0 if window is None else min(window, a.max_context)  # a larger one masks nothing; sums must fit 32 bits
         mla_kernel[(programs, splits)](
             q, cache, *lists, parts, part_lse, S, T, H, groups, reach, *fp32_pair(scale), *strides, TOKENS=tokens,
             HEADS=heads, EW=width(rank), RW=width(D - rank), STAGES=tile.stages, ONE=one,

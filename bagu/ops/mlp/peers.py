@@ -6,12 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from bagu.ops.activations import activate
+from bagu.ops.mlp.spec import Args
 
 
-def eager(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gate: torch.Tensor | None, up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None, activation: str,
-) -> torch.Tensor:  # fmt: skip
-    u = F.linear(x, up, up_bias)
-    h = activate(u, activation) if gate is None else activate(F.linear(x, gate), activation) * u
-    return F.linear(h, down, down_bias)
+def eager(a: Args) -> torch.Tensor:
+    u = F.linear(a.x, a.up, a.up_bias)
+    h = activate(u, a.activation) if a.gate is None else activate(F.linear(a.x, a.gate), a.activation) * u
+    return F.linear(h, a.down, a.down_bias)

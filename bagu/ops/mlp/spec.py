@@ -11,7 +11,7 @@ Papers: https://arxiv.org/abs/1706.03762, 2002.05202 (gates)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,19 +20,25 @@ from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.call.many_rows import many_rows
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.mlp import torch_backend
 
 
-def reference(
-    x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gate: torch.Tensor | None, up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None, activation: str,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    activation: str
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    u = x @ up.T
-    u = u if up_bias is None else u + up_bias
-    h = activate(u, activation) if gate is None else activate(x @ gate.T, activation) * u
-    y = h @ down.T
-    return y if down_bias is None else y + down_bias
+    u = a.x @ a.up.T
+    u = u if a.up_bias is None else u + a.up_bias
+    h = activate(u, a.activation) if a.gate is None else activate(a.x @ a.gate.T, a.activation) * u
+    y = h @ a.down.T
+    return y if a.down_bias is None else y + a.down_bias
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -78,8 +84,8 @@ SPEC = OpSpec(
     name="mlp",
     signature="x[*M, K], up[N, K], down[D, N], gate[N, K]?, up_bias[N]?, down_bias[D]?, activation: str"
     " -> y[*M, D]; z[*M, N], u[*U], h[*M, N]",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,24 +32,38 @@ from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_range
 from bagu.ops.kv_write.quantize import check_cache
 from bagu.ops.kv_write.spec import filled
-from bagu.ops.paged_attention import cpu, torch_backend
+from bagu.ops.paged_attention import cpu
 
 
-def reference(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+class Args(NamedTuple):
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens: torch.Tensor
+    context_lens: torch.Tensor
+    slopes: torch.Tensor | None
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    max_len: int
+    max_context: int
+    window: int | None
+    scale: float | None
+
+
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, one sequence at a time."""
-    if k_scale is not None and v_scale is not None:
-        k_cache, v_cache = k_cache * k_scale.unsqueeze(-1), v_cache * v_scale.unsqueeze(-1)
-    B, per_group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    offsets, outs, lses = cu_seqlens.tolist(), [], []
-    for s, length in enumerate(context_lens.tolist()):
+    k_cache, v_cache, window, scale = a.k_cache, a.v_cache, a.window, a.scale
+    if a.k_scale is not None and a.v_scale is not None:
+        k_cache, v_cache = k_cache * a.k_scale.unsqueeze(-1), v_cache * a.v_scale.unsqueeze(-1)
+    B, per_group = k_cache.shape[1], a.q.shape[1] // k_cache.shape[2]
+    scale = a.q.shape[-1] ** -0.5 if scale is None else scale
+    offsets, outs, lses = a.cu_seqlens.tolist(), [], []
+    for s, length in enumerate(a.context_lens.tolist()):
         begin, end = offsets[s], offsets[s + 1]
-        places = [(int(block_tables[s, j // B]), j % B) for j in range(length)] if end > begin else []
+        places = [(int(a.block_tables[s, j // B]), j % B) for j in range(length)] if end > begin else []
         first = 0 if window is None else max(0, length - (end - begin) - window + 1)
         k, v = (
             torch.stack([x[at] for at in places[first:]] or [x[0, 0]]).repeat_interleave(per_group, 1)
@@ -57,17 +71,17 @@ def reference(
         )
         i = torch.arange(length - (end - begin), length)[:, None]
         j = torch.arange(first, first + k.shape[0])[None, :]
-        scores = scale * torch.einsum("ihd,jhd->hij", q[begin:end], k)
-        if slopes is not None:
-            scores = scores - slopes[:, None, None] * (i - j).abs()
-        if bias is not None:
-            R = (bias.shape[1] + 1) // 2
-            scores = scores + bias[:, R - 1 + (j - i).clamp(1 - R, R - 1)]
+        scores = scale * torch.einsum("ihd,jhd->hij", a.q[begin:end], k)
+        if a.slopes is not None:
+            scores = scores - a.slopes[:, None, None] * (i - j).abs()
+        if a.bias is not None:
+            R = (a.bias.shape[1] + 1) // 2
+            scores = scores + a.bias[:, R - 1 + (j - i).clamp(1 - R, R - 1)]
         seen = (j <= i) if window is None else (j <= i) & (i - j < window)
         scores = scores.masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks[:, None])
+        if a.sinks is not None:
+            lse = torch.logaddexp(lse, a.sinks[:, None])
         outs.append(torch.einsum("hij,jhe->ihe", (scores - lse[..., None]).exp(), v))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)
@@ -304,8 +318,8 @@ SPEC = OpSpec(
     " cu_seqlens[S1]: i32, context_lens[S]: i32, slopes[H]?: float, bias[H, P]?: float, sinks[H]?: float,"
     " k_scale[N, B, G]?: acc, v_scale[N, B, G]?: acc, max_len: int, max_context: int, window: int?, scale: float?"
     " -> out[T, H, E], lse[T, H]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     derive=derive,

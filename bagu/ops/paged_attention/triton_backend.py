@@ -18,6 +18,7 @@ from bagu.ops.kernels.launch import fp32_pair, next_power_of_2, num_sms, starts_
 from bagu.ops.paged_attention.join import join
 from bagu.ops.paged_attention.paged_kernels import paged_kernel
 from bagu.ops.paged_attention.pages import check_invariant
+from bagu.ops.paged_attention.spec import Args
 
 LOG2E = 1.4426950408889634
 SHORTEST = 256  # keys of a range
@@ -87,95 +88,71 @@ def _words(v: torch.Tensor) -> bool:
     return v.itemsize == 1 and aligned and width(v.shape[3]) >= 64
 
 
-def forward(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    heads = next_power_of_2(q.shape[1] // k_cache.shape[2])
-    tile = _tile(max_len * heads, max(q.shape[-1], v_cache.shape[-1]), q.element_size(), v_cache.element_size())
-    return attend(
-        q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, k_scale, v_scale, max_len,
-        max_context, window, scale, tile, None,
-    )  # fmt: skip
+def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = next_power_of_2(a.q.shape[1] // a.k_cache.shape[2])
+    return attend(a, _tile_for(a, a.max_len * heads), None)
 
 
-def invariant_forward(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor, slopes: torch.Tensor | None, bias: torch.Tensor | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    check_invariant(k_scale)
-    return attend_invariant(
-        q, k_cache, v_cache, block_tables, cu_seqlens, context_lens, slopes, sinks, max_len, max_context, window, scale
-    )
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    check_invariant(a.k_scale)
+    return attend_invariant(a)
 
 
-def attend_invariant(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor | None, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None, max_len: int,
-    max_context: int, window: int | None, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend_invariant(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` with one tile for decodes, chunks and whole prompts, and all keys in one range.
 
     A smaller tile for decodes would save no time (they are bound by memory), but its products would be mma.sync
     instructions instead of wgmma, and its sums over keys would have another order.
     """
-    tile = _tile(64, max(q.shape[-1], v.shape[-1]), q.element_size(), v.element_size())
-    return attend(
-        q, k, v, block_tables, cu_seqlens, context_lens, slopes, sinks, None, None, max_len, max_context, window, scale,
-        tile, 1,
-    )  # fmt: skip
+    return attend(a, _tile_for(a, 64), 1)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_tables: torch.Tensor | None, cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor | None, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, max_len: int, max_context: int, window: int | None,
-    scale: float | None, tile: Tile, ranges: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _tile_for(a: Args, rows: int) -> Tile:
+    q, v = a.q, a.v_cache
+    return _tile(rows, max(q.shape[-1], v.shape[-1]), q.element_size(), v.element_size())
+
+
+def attend(a: Args, tile: Tile, ranges: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of q over the pools k[N, B, G, D] and v[N, B, G, E], with this tile and the keys in `ranges` ranges.
 
     None is the number of ranges that is fastest. Without block tables and context_lens nothing is past, B is 1, and
     keys are packed like queries.
     """
-    (T, H, D), (_, B, G, E), S = q.shape, v.shape, len(cu_seqlens) - 1
-    acc = accumulator(q.dtype)
-    out, lse = q.new_empty(T, H, E), q.new_empty(T, H, dtype=acc)
+    (T, H, D), (_, B, G, E), S = a.q.shape, a.v_cache.shape, len(a.cu_seqlens) - 1
+    acc = accumulator(a.q.dtype)
+    out, lse = a.q.new_empty(T, H, E), a.q.new_empty(T, H, dtype=acc)
     if T == 0:
         return out, lse
-    q, k, v = (side_by_side(x) for x in (q, k, v))
-    slopes, sinks = (None if x is None else x.contiguous() for x in (slopes, sinks))
-    tables = None if block_tables is None else side_by_side(block_tables)
-    cu, lengths = cu_seqlens.contiguous(), None if context_lens is None else context_lens.contiguous()
+    q, k, v = (side_by_side(x) for x in (a.q, a.k_cache, a.v_cache))
+    slopes, sinks = (None if x is None else x.contiguous() for x in (a.slopes, a.sinks))
+    tables = None if a.block_tables is None else side_by_side(a.block_tables)
+    cu, lengths = a.cu_seqlens.contiguous(), None if a.context_lens is None else a.context_lens.contiguous()
     heads = next_power_of_2(H // G)
     tokens = max(1, tile.rows // heads)
     # Two warpgroups divide the scores as the loop's body suggests to Triton, and ONE changes it: the order of a sum.
-    one = max_len == 1 and (ranges is None or tile.warps == 4)
+    one = a.max_len == 1 and (ranges is None or tile.warps == 4)
     tiles = S if one else T // tokens + S
     if ranges is None:
-        ranges = _ranges(tiles * G, max_context, tile.per_sm, num_sms(q.device))
-    reach = 0 if window is None else min(window, max_context)  # a larger one masks nothing, and sums must fit 32 bits
-    range_tiles = triton.cdiv(triton.cdiv(max_context, ranges), tile.N)
-    splits = triton.cdiv(max_context, range_tiles * tile.N)
+        ranges = _ranges(tiles * G, a.max_context, tile.per_sm, num_sms(q.device))
+    reach = 0 if a.window is None else min(a.window, a.max_context)  # more masks nothing; sums must fit 32 bits
+    range_tiles = triton.cdiv(triton.cdiv(a.max_context, ranges), tile.N)
+    splits = triton.cdiv(a.max_context, range_tiles * tile.N)
     parts, part_lse = (
         (out, lse) if splits == 1 else (q.new_empty(splits, T, H, E, dtype=acc), q.new_empty(splits, T, H, dtype=acc))
     )
-    k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
-    v_steps = (0, 0, 0) if v_scale is None else v_scale.stride()
+    k_steps = (0, 0, 0) if a.k_scale is None else a.k_scale.stride()
+    v_steps = (0, 0, 0) if a.v_scale is None else a.v_scale.stride()
     words, fp8 = tile.rows == 16 and _words(v), v.dtype == torch.float8_e4m3fn  # wgmma reads values from shared memory
     far = max(B * row + G * head for _, row, head, _ in (k.stride(), v.stride())) >= 2**31
     v = v.view(torch.int32) if words else v
     early = one and starts_early(q.device, rows=T)
     paged_kernel[(tiles * G, splits)](
-        q, k, v, tables, cu, lengths, slopes, sinks, k_scale, v_scale, parts, part_lse, S, G, T, H, H // G, reach,
-        *fp32_pair((D**-0.5 if scale is None else scale) * LOG2E), 0 if tables is None else tables.stride(0),
+        q, k, v, tables, cu, lengths, slopes, sinks, a.k_scale, a.v_scale, parts, part_lse, S, G, T, H, H // G, reach,
+        *fp32_pair((D**-0.5 if a.scale is None else a.scale) * LOG2E), 0 if tables is None else tables.stride(0),
         q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3], *k_steps, *v_steps, range_tiles,
         0 if tables is None else tables.shape[1],
         B=B, D=D, E=E, TOKENS=tokens, HEADS=heads, N=tile.N, DW=width(D), EW=width(E), SPLITS=splits > 1,
-        STAGES=tile.stages, ONE=one, WINDOW=window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
+        STAGES=tile.stages, ONE=one, WINDOW=a.window is not None, FAR=far, WORDS=4 if words else 1, FP8=fp8,
         ACC=triton_acc(q.dtype), EARLY=early, NEXT=_starts_next(tiles * G, splits, q.device), num_warps=tile.warps,
         maxnreg=tile.registers, launch_pdl=early,
     )  # fmt: skip

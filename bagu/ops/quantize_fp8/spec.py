@@ -17,7 +17,6 @@ import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.kv_write.quantize import LARGEST
-from bagu.ops.quantize_fp8 import torch_backend
 from bagu.ops.quantize_int8.spec import SPEC as INT8
 
 E4M3 = torch.float8_e4m3fn
@@ -52,7 +51,6 @@ SPEC = OpSpec(
     name="quantize_fp8",
     signature="x[*M, N] -> q[*M, N]: f8, scale[*M]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     unsupported=unsupported,

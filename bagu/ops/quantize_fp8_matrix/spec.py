@@ -23,7 +23,6 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.quantize_fp8.spec import unsupported
-from bagu.ops.quantize_fp8_matrix import torch_backend
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 MOST_PARTS = 4096  # every program of the kernel reads all of `amax`
@@ -82,7 +81,6 @@ SPEC = OpSpec(
     name="quantize_fp8_matrix",
     signature="x[M, K], amax[P]?: acc, dtype: str -> q[M, K]: given, t[K, M]: given, scale[]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

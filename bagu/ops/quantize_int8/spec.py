@@ -23,7 +23,6 @@ from bagu.errors import UnknownName
 from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.quantize_int8 import torch_backend
 
 GRANULARITIES = ("tensor", "row", "channel")
 INF, NAN = float("inf"), float("nan")
@@ -78,7 +77,6 @@ SPEC = OpSpec(
     name="quantize_int8",
     signature="x[*M, N], granularity: str -> q[*M, N]: i8, scale[*S]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     derive=derive,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.relu_squared import torch_backend
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +42,6 @@ SPEC = OpSpec(
     name="relu_squared",
     signature="x[*M] -> y[*M]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -14,7 +14,6 @@ import torch
 
 from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.rms_norm import torch_backend
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,7 +46,6 @@ SPEC = OpSpec(
     name="rms_norm",
     signature="x[*M, N], w[N]: float, eps: float -> y[*M, N]; r[*M]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from bagu.errors import NotOffered
+from bagu.ops.rope.spec import Args
 
 
-def eager(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
-) -> torch.Tensor:
+def eager(args: Args) -> torch.Tensor:
     """The usual model code: rotate_half, or complex multiplication; tables are gathered per call, in x's dtype."""
-    T, R = x.shape[-3], cos.shape[1]
-    c, s = ((t[:T] if positions is None else t[positions]).unsqueeze(-2) for t in (cos, sin))
+    x = args.x
+    T, R = x.shape[-3], args.cos.shape[1]
+    c, s = ((t[:T] if args.positions is None else t[args.positions]).unsqueeze(-2) for t in (args.cos, args.sin))
     turned, rest = x[..., : 2 * R], x[..., 2 * R :]
-    if layout == "half":
+    if args.layout == "half":
         c, s = (torch.cat((t, t), -1).to(x.dtype) for t in (c, s))
         rotated = torch.cat((-turned[..., R:], turned[..., :R]), -1)
         y = turned * c + rotated * s
@@ -24,16 +24,15 @@ def eager(
     return torch.cat((y, rest), -1) if rest.shape[-1] else y
 
 
-def liger(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
-) -> torch.Tensor:
+def liger(args: Args) -> torch.Tensor:
     """Liger rotates queries and keys together and in place, so it gets a copy of x as the queries."""
+    x = args.x
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    if layout != "half":
+    if args.layout != "half":
         raise NotOffered("Liger's rope is the half layout only")
-    T, R = x.shape[-3], cos.shape[1]
-    c, s = (t[:T] if positions is None else t[positions] for t in (cos, sin))
+    T, R = x.shape[-3], args.cos.shape[1]
+    c, s = (t[:T] if args.positions is None else t[args.positions] for t in (args.cos, args.sin))
     c, s = (torch.cat((t, t), -1).to(x.dtype).reshape(-1, T, 2 * R) for t in (c, s))
     q = x.reshape(-1, *x.shape[-3:]).clone().transpose(1, 2)
     k = q.new_empty(q.shape[0], 1, T, q.shape[-1])

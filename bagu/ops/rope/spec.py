@@ -14,7 +14,7 @@ Paper: https://arxiv.org/abs/2104.09864
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,21 +22,27 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_range
-from bagu.ops.rope import torch_backend
 
 LAYOUTS = ("half", "interleaved")
 INF, NAN = float("inf"), float("nan")
 
 
-def reference(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str
-) -> torch.Tensor:
+class Args(NamedTuple):
+    x: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor | None
+    layout: str
+
+
+def reference(args: Args) -> torch.Tensor:
     """The definition, by the indices of each pair."""
-    R = cos.shape[1]
+    x = args.x
+    R = args.cos.shape[1]
     r = torch.arange(R, device=x.device)
-    a, b = (r, r + R) if layout == "half" else (2 * r, 2 * r + 1)
-    p = torch.arange(x.shape[-3], device=x.device) if positions is None else positions
-    c, s = cos[p].unsqueeze(-2), sin[p].unsqueeze(-2)
+    a, b = (r, r + R) if args.layout == "half" else (2 * r, 2 * r + 1)
+    p = torch.arange(x.shape[-3], device=x.device) if args.positions is None else args.positions
+    c, s = args.cos[p].unsqueeze(-2), args.sin[p].unsqueeze(-2)
     y = x.clone()
     y[..., a] = x[..., a] * c - x[..., b] * s
     y[..., b] = x[..., b] * c + x[..., a] * s
@@ -94,8 +100,8 @@ BIG: dict[str, Any] = {"T": 32768, "H": 32, "D": 128, "R": 64, "P": 32768, "benc
 SPEC = OpSpec(
     name="rope",
     signature="x[*T, H, D], cos[P, R]: float, sin[P, R]: float, positions[*T]?: int, layout: str -> y[*T, H, D]",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     check_values=check_values,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from bagu.ops.kernels.launch import next_power_of_2, triton_acc
+from bagu.ops.rope.spec import Args
 
 TUNABLE = {  # the tests run every combination
     "forward": {"block": (64, 2048), "num_warps": (2, 4)},
@@ -62,39 +63,34 @@ def _most_heads(x: torch.Tensor) -> int:
     return 4 if x.stride(1) < x.stride(2) else x.shape[2]
 
 
-def _run(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str,
-    inverse: bool, block: int | None, num_warps: int | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def _run(args: Args, inverse: bool, block: int | None, num_warps: int | None) -> tuple[torch.Tensor]:
+    x = args.x
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return (y,)
     x = x.unsqueeze(0) if x.ndim < 4 else x.flatten(0, -4)
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    (B, T, H, D), R = x.shape, cos.shape[1]
+    (B, T, H, D), R = x.shape, args.cos.shape[1]
     pairs = next_power_of_2(R)
     share = max((block or 2048) // pairs, 1)  # heads of any token per program
     block_h = min(share, next_power_of_2(min(_most_heads(x), H)))
     block_t = min(share // block_h, next_power_of_2(B * T))
     _rotate[(triton.cdiv(B * T, block_t) * triton.cdiv(H, block_h),)](
-        x, cos.contiguous(), sin.contiguous(), None if positions is None else positions.contiguous(), y,
+        x, args.cos.contiguous(), args.sin.contiguous(),
+        None if args.positions is None else args.positions.contiguous(), y,
         B * T, T, H, x.stride(0), x.stride(1), x.stride(2),
-        D=D, R=R, INTERLEAVED=layout == "interleaved", INVERSE=inverse,
+        D=D, R=R, INTERLEAVED=args.layout == "interleaved", INVERSE=inverse,
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_R=pairs, BLOCK_REST=next_power_of_2(D - 2 * R),
         ACC=triton_acc(x.dtype), num_warps=num_warps or max(1, min(8, block_t * block_h * pairs // 256)),
     )  # fmt: skip
     return (y,)
 
 
-def forward(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str,
-    *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    return _run(x, cos, sin, positions, layout, False, block, num_warps)
+def forward(args: Args, *, block: int | None = None, num_warps: int | None = None) -> tuple[torch.Tensor]:
+    return _run(args, False, block, num_warps)
 
 
 def backward(
-    dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, layout: str,
-    *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
-    return _run(dy, cos, sin, positions, layout, True, block, num_warps)
+    args: Args, dy: torch.Tensor, *, block: int | None = None, num_warps: int | None = None
+) -> tuple[torch.Tensor]:
+    return _run(args._replace(x=dy), True, block, num_warps)

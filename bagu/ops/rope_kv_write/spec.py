@@ -15,7 +15,7 @@ Dims: T = new tokens, G = key heads, C = heads of a group, D = head dim, H = G *
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,26 +27,35 @@ from bagu.ops.kv_write.quantize import check_cache
 from bagu.ops.kv_write.spec import filled
 from bagu.ops.kv_write.spec import reference as write
 from bagu.ops.rms_norm.spec import reference as rms_norm
-from bagu.ops.rope.spec import LAYOUTS
-from bagu.ops.rope.spec import reference as rope
-from bagu.ops.rope_kv_write import torch_backend
+from bagu.ops.rope import spec as rope
 
 INF, NAN = float("inf"), float("nan")
 
 
-def reference(
-    qkv: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None, eps: float, layout: str,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    qkv: torch.Tensor
+    slots: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    layout: str
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition, by the definitions of the separate ops."""
-    q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    if cos is not None and sin is not None:
-        q, k = rope(q, cos, sin, None, layout), rope(k, cos, sin, None, layout)
-    write(k, slots, k_cache, k_scale)
-    write(v, slots, v_cache, v_scale)
+    q, k, v = a.qkv[:, :, :-2].flatten(1, 2), a.qkv[:, :, -2], a.qkv[:, :, -1]
+    if a.q_weight is not None and a.k_weight is not None:
+        q, k = rms_norm(q, a.q_weight, a.eps), rms_norm(k, a.k_weight, a.eps)
+    if a.cos is not None and a.sin is not None:
+        q, k = (rope.reference(rope.Args(x, a.cos, a.sin, None, a.layout)) for x in (q, k))
+    write(k, a.slots, a.k_cache, a.k_scale)
+    write(v, a.slots, a.v_cache, a.v_scale)
     return q
 
 
@@ -77,8 +86,8 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
     """Raise for arguments that are invalid in ways the signature cannot check."""
-    if args["layout"] not in LAYOUTS:
-        raise UnknownName.among("layout", args["layout"], LAYOUTS)
+    if args["layout"] not in rope.LAYOUTS:
+        raise UnknownName.among("layout", args["layout"], rope.LAYOUTS)
     if dims["C"] < 3:
         raise ArgumentError(
             f"rope_kv_write: a group of qkv has {dims['C']} heads, expected 3 or more",
@@ -126,8 +135,8 @@ SPEC = OpSpec(
     " k_scale[N, B, G]?: acc, v_scale[N, B, G]?: acc, cos[T, R]?: float, sin[T, R]?: float, q_weight[D]?: float,"
     " k_weight[D]?: float, eps: float, layout: str -> q[T, H, D]",
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     derive=derive,

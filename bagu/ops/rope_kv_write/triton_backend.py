@@ -17,6 +17,7 @@ from bagu.ops.kernels.launch import next_power_of_2, starts_early, triton_acc
 from bagu.ops.kernels.quantize import inverse_of, magnitude, quantized, scale_of
 from bagu.ops.kernels.scalars import rsqrt
 from bagu.ops.kv_write.quantize import LARGEST
+from bagu.ops.rope_kv_write.spec import Args
 
 TUNABLE = {"forward": {"num_warps": (1, 4)}}  # the tests run every combination
 
@@ -100,11 +101,8 @@ def _kernel(
     _store_head(values, v_scale_ptr, h, n + 1, a, b, z, first, second, rest, paired, unpaired, v_stride, LIMIT, ACC)
 
 
-def forward(
-    qkv: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None, cos: torch.Tensor | None, sin: torch.Tensor | None, q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None, eps: float, layout: str, *, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def forward(a: Args, *, num_warps: int | None = None) -> tuple[torch.Tensor]:
+    qkv, k_cache, cos, sin, q_weight, k_weight = a.qkv, a.k_cache, a.cos, a.sin, a.q_weight, a.k_weight
     (T, G, C, D), B = qkv.shape, k_cache.shape[1]
     q = qkv.new_empty(T, G * (C - 2), D)
     if T == 0:
@@ -112,14 +110,14 @@ def forward(
     qkv = side_by_side(qkv)
     cos, sin, q_weight, k_weight = (None if x is None else x.contiguous() for x in (cos, sin, q_weight, k_weight))
     R, heads = 0 if cos is None else cos.shape[1], next_power_of_2(C)
-    k_steps = (0, 0, 0) if k_scale is None else k_scale.stride()
-    v_steps = (0, 0, 0) if v_scale is None else v_scale.stride()
+    k_steps = (0, 0, 0) if a.k_scale is None else a.k_scale.stride()
+    v_steps = (0, 0, 0) if a.v_scale is None else a.v_scale.stride()
     early = starts_early(qkv.device, rows=T)
     _kernel[(T, G)](
-        qkv, slots.contiguous(), k_cache, v_cache, k_scale, v_scale, cos, sin, q_weight, k_weight, q, C - 2, eps,
-        qkv.stride(0), qkv.stride(1), qkv.stride(2), *k_cache.stride(), *v_cache.stride(), *k_steps, *v_steps,
+        qkv, a.slots.contiguous(), k_cache, a.v_cache, a.k_scale, a.v_scale, cos, sin, q_weight, k_weight, q, C - 2,
+        a.eps, qkv.stride(0), qkv.stride(1), qkv.stride(2), *k_cache.stride(), *a.v_cache.stride(), *k_steps, *v_steps,
         B=B, D=D, R=R, HEADS=heads, PAIRS=next_power_of_2(R), REST=next_power_of_2(D - 2 * R),
-        INTERLEAVED=layout == "interleaved", LIMIT=LARGEST.get(k_cache.dtype, 1.0), ACC=triton_acc(qkv.dtype),
+        INTERLEAVED=a.layout == "interleaved", LIMIT=LARGEST.get(k_cache.dtype, 1.0), ACC=triton_acc(qkv.dtype),
         EARLY=early, num_warps=num_warps or max(1, min(8, heads * next_power_of_2(D) // 512)), launch_pdl=early,
     )  # fmt: skip
     return (q,)

@@ -24,7 +24,7 @@ Papers: https://arxiv.org/abs/1904.09751 (top-p), https://arxiv.org/abs/2407.010
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,25 +32,33 @@ from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
 from bagu.ops.contract.values import check_range
-from bagu.ops.sample import torch_backend
 
 
-def reference(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None, allowed: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    logits: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    u: torch.Tensor
+    ids: torch.Tensor | None
+    values: torch.Tensor | None
+    allowed: torch.Tensor | None
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition, one row after another."""
-    tokens = logits.new_zeros(len(logits))
-    for s, row in enumerate(logits):
+    tokens = a.logits.new_zeros(len(a.logits))
+    for s, row in enumerate(a.logits):
         order = list(range(len(row)))
-        if ids is not None and values is not None:
-            replaced = [i for i in ids[s].tolist() if i >= 0]
-            row = row.index_copy(0, ids.new_tensor(replaced), values[s, : len(replaced)])
+        if a.ids is not None and a.values is not None:
+            replaced = [i for i in a.ids[s].tolist() if i >= 0]
+            row = row.index_copy(0, a.ids.new_tensor(replaced), a.values[s, : len(replaced)])
             order = [*sorted({*order} - {*replaced}), *replaced]
-        if allowed is not None:
-            has_bit = [bool(int(allowed[s, v // 32]) >> v % 32 & 1) for v in range(len(row))]
+        if a.allowed is not None:
+            has_bit = [bool(int(a.allowed[s, v // 32]) >> v % 32 & 1) for v in range(len(row))]
             row = row.where(torch.tensor(has_bit, device=row.device), -torch.inf)
-        tokens[s] = _token(row, order, temperature[s], int(top_k[s]), top_p[s], min_p[s], u[s])
+        tokens[s] = _token(row, order, a.temperature[s], int(a.top_k[s]), a.top_p[s], a.min_p[s], a.u[s])
     return tokens
 
 
@@ -157,8 +165,8 @@ SPEC = OpSpec(
         "logits[S, V], temperature[S]: acc, top_k[S]: i64, top_p[S]: acc, min_p[S]: acc, u[S]: acc, ids[S, A]?: i64, "
         "values[S, A]?: acc, allowed[S, B]?: i32 -> token[S]: i64"
     ),
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

@@ -14,6 +14,7 @@ import torch
 
 from bagu.ops.call import eager
 from bagu.ops.contract.signature import accumulator
+from bagu.ops.sample.spec import Args
 
 GROUP = 128  # tokens whose weights are added first when a token is located; the Triton backend has the same groups
 BELOW_ONE = 1 - 2.0**-24  # u may round to 1 in fp32, and no running sum exceeds the total
@@ -21,29 +22,27 @@ FEW = 256  # the number of largest logits that top-p sorts first on a CPU
 
 
 @torch.no_grad()  # a token has no gradient
-def forward(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None, allowed: torch.Tensor | None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def forward(a: Args) -> tuple[torch.Tensor]:
+    logits, top_k, ids, values = a.logits, a.top_k, a.ids, a.values
     V, x = logits.shape[1], logits
-    if allowed is not None:
-        x = _masked(logits, allowed)
+    if a.allowed is not None:
+        x = _masked(logits, a.allowed)
         if ids is not None and values is not None:
-            values = values.where(_unpacked(allowed, V).gather(1, ids.clamp(min=0)), -torch.inf)
+            values = values.where(_unpacked(a.allowed, V).gather(1, ids.clamp(min=0)), -torch.inf)
     if ids is not None and values is not None:
         x = _extended(x, ids, values)
         top_k = top_k.where(top_k < V, x.shape[1])
-    args = (temperature, top_k, top_p, min_p, u)
+    filters = (a.temperature, top_k, a.top_p, a.min_p, a.u)
     if not eager.plain(logits):
-        drawn = _tokens(_draw_by_sort(x, *args), ids, V)
-        return (torch.where(temperature > 0, drawn, _largest(x, ids, V)),)
-    rows = torch.from_numpy(np.flatnonzero(_numpy(temperature)))
+        drawn = _tokens(_draw_by_sort(x, *filters), ids, V)
+        return (torch.where(a.temperature > 0, drawn, _largest(x, ids, V)),)
+    rows = torch.from_numpy(np.flatnonzero(_numpy(a.temperature)))
     if not len(rows):
         return (_largest(x, ids, V),)
     if len(rows) == len(x):
-        return (_tokens(_draw(x, *args), ids, V),)
+        return (_tokens(_draw(x, *filters), ids, V),)
     greedy = _largest(x, ids, V)
-    drawn = _draw(*(t[rows] for t in (x, *args)))
+    drawn = _draw(*(t[rows] for t in (x, *filters)))
     return (greedy.index_copy(0, rows, _tokens(drawn, None if ids is None else ids[rows], V)),)
 
 

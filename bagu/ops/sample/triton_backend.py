@@ -33,6 +33,7 @@ from bagu.ops.sample.row_kernels import (
     smallest,
     smallest_top,
 )
+from bagu.ops.sample.spec import Args
 
 ROWS = 64  # groups in a tile of `_reduce_groups`
 LISTED = 32  # listed groups that `_choose` reads at a time: with 64 it spills registers
@@ -144,18 +145,15 @@ def _choose(
     tl.store(token_ptr + s, token)
 
 
-def forward(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
-    u: torch.Tensor, ids: torch.Tensor | None, values: torch.Tensor | None, allowed: torch.Tensor | None,
-    *, reduce_warps: int | None = None, choose_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+def forward(a: Args, *, reduce_warps: int | None = None, choose_warps: int | None = None) -> tuple[torch.Tensor]:
+    logits, ids, values = a.logits, a.ids, a.values
     S, V = logits.shape
     token = torch.empty(S, dtype=torch.int64, device=logits.device)
     if not S:
         return (token,)
     rows = as_rows(logits if logits.dtype != torch.float64 else logits.float())
-    temperature, top_p, min_p, u = (t.float().contiguous() for t in (temperature, top_p, min_p, u))
-    bits = None if allowed is None else allowed.contiguous()
+    temperature, top_p, min_p, u = (t.float().contiguous() for t in (a.temperature, a.top_p, a.min_p, a.u))
+    bits = None if a.allowed is None else a.allowed.contiguous()
     words, A = triton.cdiv(V, 32) if bits is None else bits.shape[1], 0
     if ids is not None and values is not None:
         A, ids, given = ids.shape[1], ids.contiguous(), values.float().contiguous()
@@ -169,7 +167,7 @@ def forward(
     row = (rows, V, rows.stride(0), bits, words, ids, values, A, values_at)
     _reduce_groups[(tiles, S)](*row, temperature, tops, masses, groups, ROWS=ROWS, num_warps=reduce_warps or 8)
     _choose[(S,)](
-        *row, temperature, top_k.contiguous(), top_p, min_p, u, tops, masses, listed, token, groups,
+        *row, temperature, a.top_k.contiguous(), top_p, min_p, u, tops, masses, listed, token, groups,
         LANES=next_power_of_2(groups), ROWS=LISTED, num_warps=choose_warps or 8,
     )  # fmt: skip
     return (token,)

@@ -15,7 +15,6 @@ import torch
 
 from bagu.ops.contract.cases import ROW_CASES
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.scale_norm import torch_backend
 
 
 def reference(x: torch.Tensor, g: torch.Tensor, eps: float) -> torch.Tensor:
@@ -48,7 +47,6 @@ SPEC = OpSpec(
     name="scale_norm",
     signature="x[*M, N], g[1]: float, eps: float -> y[*M, N]; norm[*M]: acc",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -11,7 +11,7 @@ Paper: https://arxiv.org/abs/1706.03762
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,23 +20,30 @@ from bagu.ops.attention.block_sizes import WIDEST
 from bagu.ops.call.many_rows import many_rows
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.self_attention import torch_backend
 
 
-def reference(
-    x: torch.Tensor, w_in: torch.Tensor, w_out: torch.Tensor, b_in: torch.Tensor | None, b_out: torch.Tensor | None,
-    heads: int, causal: bool,
-) -> torch.Tensor:  # fmt: skip
+class Args(NamedTuple):
+    x: torch.Tensor
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+    b_in: torch.Tensor | None
+    b_out: torch.Tensor | None
+    heads: int
+    causal: bool
+
+
+def reference(a: Args) -> torch.Tensor:
     """The definition."""
-    B, S, _ = x.shape
-    qkv = x @ w_in.T
-    qkv = qkv if b_in is None else qkv + b_in
-    q, k, v = (t.transpose(1, 2) for t in qkv.view(B, S, 3, heads, w_out.shape[1] // heads).unbind(2))
-    scores = q @ k.mT * (w_out.shape[1] // heads) ** -0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool, device=x.device).triu(1), -torch.inf)
+    w_out = a.w_out
+    B, S, _ = a.x.shape
+    qkv = a.x @ a.w_in.T
+    qkv = qkv if a.b_in is None else qkv + a.b_in
+    q, k, v = (t.transpose(1, 2) for t in qkv.view(B, S, 3, a.heads, w_out.shape[1] // a.heads).unbind(2))
+    scores = q @ k.mT * (w_out.shape[1] // a.heads) ** -0.5
+    if a.causal:
+        scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool, device=a.x.device).triu(1), -torch.inf)
     y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, w_out.shape[1]) @ w_out.T
-    return y if b_out is None else y + b_out
+    return y if a.b_out is None else y + a.b_out
 
 
 def refuse(args: Mapping[str, Any], dims: Dims) -> None:
@@ -87,8 +94,8 @@ SPEC = OpSpec(
     name="self_attention",
     signature="x[B, S, K], w_in[3*N, K], w_out[D, N], b_in[3*N]?, b_out[D]?, heads: int, causal: bool"
     " -> y[B, S, D]; qkv[B, S, 3*N], mixed[B, S, N], lse[B, S, heads]: acc",
+    args=Args,
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

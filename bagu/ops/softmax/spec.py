@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
-from bagu.ops.softmax import torch_backend
 
 
 def reference(x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
@@ -73,7 +72,6 @@ SPEC = OpSpec(
     name="softmax",
     signature="x[*M, N], scale: float, mask[*M, N]?: bool, lengths[*M]?: int -> y[*M, N]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost_backward,

@@ -14,7 +14,6 @@ import torch
 
 from bagu.ops import gated
 from bagu.ops.contract.core import OpSpec
-from bagu.ops.swiglu import torch_backend
 
 
 def reference(x: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
@@ -27,7 +26,6 @@ SPEC = OpSpec(
     name="swiglu",
     signature="x[*M, K], up[*M, K]? -> y[*M, N]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=gated.inputs,
     cost=gated.cost,
     cost_backward=gated.cost_backward,

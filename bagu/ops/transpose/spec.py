@@ -18,7 +18,6 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.transpose import torch_backend
 
 
 def reference(x: torch.Tensor, dim0: int, dim1: int) -> torch.Tensor:
@@ -62,7 +61,6 @@ SPEC = OpSpec(
     name="transpose",
     signature="x[*M]: any, dim0: int, dim1: int -> y[*Y]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     cost_backward=cost,

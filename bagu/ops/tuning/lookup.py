@@ -31,24 +31,25 @@ def tuned(spec: OpSpec, step: str, fn: Callable[..., Any]) -> Callable[..., Any]
         return fn
 
     @functools.wraps(fn)
-    def run(**args: Any) -> Any:
+    def run(*record: Any, **rest: Any) -> Any:
+        args = {**record[0]._asdict(), **rest} if record else rest
         if os.environ.get("BAGU_TUNING") == "off" or _device(args) not in (known := table()).devices:
-            return fn(**args)
+            return fn(*record, **rest)
         key = (spec.name, step, *map(_facts, args.values()))
         kind, options = known.calls.get(key) or remember(known.calls, key, known.look_up(spec, step, args))
         if not options or kind in known.results:
-            return fn(**args, **options)
-        return _with_fallback(fn, args, known, kind, options)
+            return fn(*record, **rest, **options)
+        return _with_fallback(functools.partial(fn, *record, **rest), known, kind, options)
 
     return run
 
 
-def _with_fallback(fn: Callable[..., Any], args: Mapping[str, Any], known: Table, kind: Kind, options: Options) -> Any:
+def _with_fallback(fn: Callable[..., Any], known: Table, kind: Kind, options: Options) -> Any:
     """Run with options that were tuned at other shapes; a kernel may need too much shared memory at these."""
     from triton.errors import TritonError
 
     try:
-        return fn(**args, **options)
+        return fn(**options)
     except TritonError as error:
         known.found[kind] = {}
         known.calls.clear()
@@ -56,7 +57,7 @@ def _with_fallback(fn: Callable[..., Any], args: Mapping[str, Any], known: Table
             f"{kind.op}: the options {dict(options)}, tuned at similar shapes, cannot run here and the defaults are "
             f"used ({str(error).splitlines()[0]})", RuntimeWarning, stacklevel=2,
         )  # fmt: skip
-        return fn(**args)
+        return fn()
 
 
 class Table:

@@ -18,7 +18,6 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.ops.contract.core import Case, Cost, OpSpec, Streams
 from bagu.ops.contract.signature import Dims
-from bagu.ops.w8a16_matmul import torch_backend
 
 DTYPES = (torch.int8, torch.float8_e4m3fn)
 
@@ -72,7 +71,6 @@ SPEC = OpSpec(
     name="w8a16_matmul",
     signature="x[*M, K], w[N, K]: any, w_scale[N]: float, bias[N]? -> y[*M, N]",
     reference=reference,
-    torch_backend=torch_backend,
     inputs=inputs,
     cost=cost,
     refuse=refuse,

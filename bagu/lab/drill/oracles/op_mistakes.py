@@ -30,9 +30,9 @@ def _layer(
 
 
 def _rope(a: Args, *, sign: float = 1.0, layout: str | None = None) -> torch.Tensor:
-    from bagu.ops.rope.spec import reference
+    from bagu.ops.rope.spec import Args, reference
 
-    return reference(**{**a, "sin": sign * a["sin"], "layout": layout or a["layout"]})
+    return reference(Args(**{**a, "sin": sign * a["sin"], "layout": layout or a["layout"]}))
 
 
 def _swap(layout: str) -> str:
@@ -40,9 +40,9 @@ def _swap(layout: str) -> str:
 
 
 def _attention(a: Args, **changes: Any) -> torch.Tensor:
-    from bagu.ops.attention.spec import reference
+    from bagu.ops.attention.spec import Args, reference
 
-    return reference(**{**a, **changes})[0]
+    return reference(Args(**{**a, **changes}))[0]
 
 
 MISTAKES: Mapping[str, Mapping[str, Callable[[Args], Any]]] = {
@@ -97,9 +97,9 @@ def _gated(a: Args, *, swap: bool = False, gate: Any = None) -> torch.Tensor:
 
 
 def _losses(a: Args) -> torch.Tensor:
-    from bagu.ops.cross_entropy.spec import reference
+    from bagu.ops.cross_entropy.spec import Args, reference
 
-    return reference(**a)
+    return reference(Args(**a))
 
 
 BY_CASE: Mapping[str, str] = {

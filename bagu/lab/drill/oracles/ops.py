@@ -143,7 +143,7 @@ def _shapes(args: Mapping[str, Any]) -> str:
 
 def _truth(spec: OpSpec, args: Mapping[str, Any]) -> torch.Tensor:
     wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
-    out = spec.reference(**wide)
+    out = spec.apply(spec.reference, wide)
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -171,11 +171,13 @@ def _cause(drill: Drill, case: Case, dtype: torch.dtype, seen: _Seen, got: Any, 
         optional = next(a.optional for a in spec.sig.inputs if a.name == name)
         if value is not None and optional and name not in drill.fixed:
             key = "mask" if name in ("mask", "lengths", "window") else "ignored"
-            suspects[f"{key}:{name}"] = partial(lambda n: first(spec.reference(**{**wide, n: None})), name)
+            suspects[f"{key}:{name}"] = partial(lambda n: first(spec.apply(spec.reference, {**wide, n: None})), name)
         elif isinstance(value, float) and name not in drill.fixed:
             neutral = 0.0 if name == "eps" else 1.0
             key = "eps" if name == "eps" else "ignored"
-            suspects[f"{key}:{name}"] = partial(lambda n, v: first(spec.reference(**{**wide, n: v})), name, neutral)
+            suspects[f"{key}:{name}"] = partial(
+                lambda n, v: first(spec.apply(spec.reference, {**wide, n: v})), name, neutral
+            )
     found = guess(got, want, suspects, usual="").partition(":")[0]
     if found == "unwritten":  # NaN: an overflow where the case is there for one
         found = op_mistakes.BY_CASE.get(case.name, found)
