@@ -139,9 +139,7 @@ def replaced(drill: Drill, answer: str) -> Iterator[Any]:
             supports=lambda a: all(a[k] is v or a[k] == v for k, v in fixed.items()),
         )
         with swap(drill.op, kept) as placed:
-            seen = SimpleNamespace(name=f"bagu.ops.{drill.op}", calls=0)
-            yield seen
-            seen.calls = placed.calls
+            yield placed
     else:
         yield {"sampling": _sampler, "bpe": _tokenizer}[drill.name](load(answer))
 

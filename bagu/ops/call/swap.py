@@ -40,6 +40,10 @@ class Placed:
         self.calls += 1
         return self._apply(*values)
 
+    @property
+    def name(self) -> str:
+        return f"bagu.ops.{self.spec.name}"
+
     def forward(self, values: Any) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             out = self.module.forward(**dict(zip(self.spec.names, values, strict=True)))
