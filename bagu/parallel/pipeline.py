@@ -18,13 +18,14 @@ for p ranks and m micro-batches (https://arxiv.org/abs/1811.06965, 2104.04473, 2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.parallel.actions import KINDS, Action
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.stages import Stage
 from bagu.types import Batch
@@ -34,22 +35,6 @@ if TYPE_CHECKING:
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hidden, head weight, targets) -> loss
-ActionKind = Literal["F", "B", "I", "W"]
-KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
-
-
-@dataclass(frozen=True)
-class Action:
-    """What a stage did with a micro-batch, and when (seconds of a clock that all processes of a machine share).
-
-    F is a forward, B a backward; I and W are its two parts, for the input and for the weights.
-    """
-
-    kind: ActionKind
-    stage: int
-    micro_batch: int
-    start: float
-    end: float
 
 
 def stages_of(schedule: Schedule, rank: int, ranks: int, per_rank: int = 2) -> list[int]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from bagu.parallel.actions import Action
 from bagu.parallel.mesh import Mesh
-from bagu.parallel.pipeline import Action
 
 CLASSES: Mapping[str, Any] = {  # by the name of the schedule
     "gpipe": pipelining.ScheduleGPipe,
