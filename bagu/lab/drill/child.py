@@ -145,7 +145,7 @@ def _execute(
         elif folder is not None:
             os.chdir(folder)
         faulthandler.enable(2)
-        _serve(socket.socket(fileno=3))
+        _serve(wire.FileChannel(3))
         code = 0
     except BaseException as error:
         with contextlib.suppress(BaseException):
@@ -195,7 +195,7 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _serve(channel: socket.socket) -> None:
+def _serve(channel: wire.Channel) -> None:
     """Load the answer, then answer calls until the grader closes the channel."""
     events: set[str] = set()
     done = False
@@ -277,7 +277,7 @@ class _Server:
         names = [n for n, v in vars(self.module).items() if callable(v) and not n.startswith("_")]
         return {"names": names, "imports": sorted(self.events), "state": _state()}
 
-    def run(self, asked: Mapping[str, Any], channel: socket.socket) -> dict[str, Any]:
+    def run(self, asked: Mapping[str, Any], channel: wire.Channel) -> dict[str, Any]:
         kind, args, kwargs = asked["kind"], asked["args"], asked["kwargs"]
         if asked["reuse"]:
             args, kwargs = _refilled(self.before, args, kwargs)
@@ -333,7 +333,7 @@ def _script(target: Any, args: list[Any], steps: list[list[Any]]) -> list[Any]:
     return results
 
 
-def _messages(channel: socket.socket) -> tuple[Callable[[int, torch.Tensor], None], Callable[[int], torch.Tensor]]:
+def _messages(channel: wire.Channel) -> tuple[Callable[[int, torch.Tensor], None], Callable[[int], torch.Tensor]]:
     """send(to, tensor) and recv(source), which pass through the grader. It counts the bytes."""
 
     def send(to: int, tensor: torch.Tensor) -> None:
