@@ -77,7 +77,7 @@ def _divide_positions(positions: Any, config: ModelConfig, rank: int, ranks: int
         positions.num_groups //= ranks
     if isinstance(config.positions, Alibi):
         signals = positions.signals
-        positions.signals = lambda at: Signals(slopes=signals(at).slopes.tensor_split(ranks)[rank])
+        positions.signals = lambda *at: Signals(slopes=signals(*at).slopes.tensor_split(ranks)[rank])
 
 
 def gather_logits(part: torch.Tensor, vocab_size: int, mesh: Mesh) -> torch.Tensor:

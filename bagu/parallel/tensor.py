@@ -150,7 +150,7 @@ def _divide_ends(model: Any, mesh: Mesh) -> None:
     embed, signals = positions.embed, positions.signals
     override(positions, embed=lambda x, at: embed(x, own(at)))
     if isinstance(config.positions, Alibi):
-        override(positions, signals=lambda at: Signals(slopes=own(signals(at).slopes)))
+        override(positions, signals=lambda *at: Signals(slopes=own(signals(*at).slopes)))
 
     def gather_hidden(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         if isinstance(out, Output):
