@@ -68,6 +68,9 @@ class Group(TyperGroup):
         return help_text(self, ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:  # click exits with an error there
+            typer.echo(ctx.get_help())
+            ctx.exit()
         verb = next((at for at, word in enumerate(args) if word in self.commands), len(args))
         _answer_help_all(self, ctx, args[:verb])
         return super().parse_args(ctx, with_new_names(self, ctx, args[:verb]) + args[verb:])

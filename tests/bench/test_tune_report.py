@@ -155,7 +155,7 @@ def test_merge_names_what_it_cannot_use_and_takes_the_rest(
     assert store.records() == RECORDS
     with pytest.raises(SystemExit):
         main(["tune", "merge", str(tmp_path / "none.jsonl")])
-    assert "there is no tuning store" in capsys.readouterr().err
+    assert "there is no file or folder" in capsys.readouterr().err
 
 
 def test_a_summary_has_a_line_per_set_of_options_and_says_the_same() -> None:

@@ -62,8 +62,9 @@ def texts(made: Path) -> Path:
     ids=["train.seed", "data.seed", "large seed", "regex", "rank", "nan", "deep JSON", "wandb"],
 )
 def test_impossible_settings(
-    texts: Path, tmp_path: Path, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    made: Path, texts: Path, tmp_path: Path, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = [str(made / "run") if word == "x" else word for word in given]
     assert bagu("train", texts, "--out", tmp_path / "run", *given) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -51,16 +51,16 @@ def test_a_corpus_whose_tokens_are_cached_is_not_read_again(texts: Path, tmp_pat
     run = tiny(texts)
     corpora = run.corpora()
     read_inputs(run, tmp_path / "run", corpora=corpora)
-    assert {"_read", "split"} <= vars(corpora["texts"]).keys()  # read the first time
+    assert {"_kept", "_split"} <= vars(corpora["texts"]).keys()  # read the first time
     again = run.corpora()
     inputs = read_inputs(run, tmp_path / "other", corpora=again)
-    assert {"_read", "split"}.isdisjoint(vars(again["texts"]))
+    assert {"_kept", "_split"}.isdisjoint(vars(again["texts"]))
     assert inputs.data.loader.batch(0)[0].num_tokens == run.data.tokens_per_step
 
 
 def test_a_run_does_not_keep_the_text_that_it_has_tokenised(texts: Path, tmp_path: Path) -> None:
     inputs = read_inputs(tiny(texts), tmp_path / "run")
-    assert {"_read", "split"}.isdisjoint(vars(inputs.corpora["texts"]))
+    assert {"_kept", "_split"}.isdisjoint(vars(inputs.corpora["texts"]))
 
 
 def test_another_field_of_the_same_file_is_another_corpus(texts: Path, tmp_path: Path) -> None:

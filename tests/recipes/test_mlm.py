@@ -147,6 +147,9 @@ def test_what_it_leaves_goes_on_and_embeds(texts: Path, tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(
     extra: list[str], said: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.json").write_text("{}")
+    extra = [str(tmp_path / "x") if word == "x" else word for word in extra]
     assert bagu("train", texts, "--out", tmp_path / "run", *extra) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
