@@ -40,7 +40,7 @@ CHEATS = {
     "imports bagu": (body("from bagu.ops import softmax\nreturn softmax(x, scale, mask, lengths)"), "imports bagu|No module"),
     "ctypes": (body("import ctypes\nctypes.CDLL(None)\nreturn x"), "imports ctypes|started"),
     "a result kept by object": (around("key = id(x)\nif key not in kept:\n    kept[key] = right(x, scale, mask, lengths)\nreturn kept[key].clone()", before="kept = {}"), "earlier call|came back as|ulps off"),
-    "a result kept by pointer": (around("key = x.data_ptr()\nif key not in kept:\n    kept[key] = right(x, scale, mask, lengths)\nreturn kept[key].clone()", before="kept = {}"), "earlier call|came back as|ulps off"),
+    "a result kept by pointer": (around("key = x.data_ptr()\nif key not in kept:\n    kept[key] = right(x, scale, mask, lengths)\nreturn kept[key].clone()", before="kept = {}"), "earlier call|came back as|ulps off|other bits the second time"),
     "NaN as a wildcard": (body("return torch.full_like(x, torch.nan)"), "ulps off"),
     "zeros pass where outputs are small": (body("return torch.zeros_like(x)"), "ulps off"),
     "the input is overwritten": (around("y = right(x, scale, mask, lengths)\nx.zero_()\nreturn y"), "changed its input"),
