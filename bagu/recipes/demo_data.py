@@ -4,8 +4,8 @@ sft.jsonl       demonstrations: the question and the code; some are careless and
 dpo.jsonl       pairs: the code, and the same with one mistake that running it shows
 grpo.jsonl      questions with the results that an answer must return, and no code to learn from
 
-Fine-tuning copies the carelessness with the skill, on any machine and however long it takes. What tells the two apart
-is in the later stages alone: preferences, and whether the code runs rightly.
+Fine-tuning learns from incomplete demonstrations too, so its model leaves out steps however long it trains. Only the
+later stages show which answers are complete: DPO by pairs, GRPO by running the code.
 """
 
 from __future__ import annotations

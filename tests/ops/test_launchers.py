@@ -50,7 +50,7 @@ ELSEWHERE = {
     "matmul.spec.is_decode: not (N * K <= SMALL)": "several rows and a weight of more than 2^25 numbers",
     "paged_attention.triton_backend._starts_next": "dependent launches: Hopper",
     "linear_cross_entropy_loss.triton_backend.forward: a.token_weights is None": "cases without gradients have weights",
-    "tile.M * x.stride(0)": "rows more than 2^31 values apart: test_far_memory.py",
+    "tile.M * x.stride(0)": "a row stride of more than 2^31 elements: test_far_memory.py",
     # how rows are shared among programs and warps on a GPU, for speed alone
     "kernels.norms.run_backward: not (tile.per_sm)": "programs per multiprocessor",
     "layer_norm.triton_backend._long_rows": "programs and warps of rows past 8,192",

@@ -37,7 +37,7 @@ GRACE_S = 3.0  # an answer in C code does not see the signal at its limit; it is
 
 
 class AnswerFault(BaguError):
-    """What is wrong with an answer, apart from its values. `cause` is a key of diagnose.CAUSES."""
+    """What is wrong with an answer besides its values. `cause` is a key of diagnose.CAUSES."""
 
     def __init__(self, message: str, *, cause: str = "raises", line: int | None = None) -> None:
         super().__init__(message)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError, BaguError
-from bagu.lab.drill.answers import CALL_S, Answer, AnswerFault, Answers, Reply, call_ranks
+from bagu.lab.drill.answers import Answer, AnswerFault, Answers, Reply, call_ranks
 from bagu.lab.drill.core import Drill, Text
 from bagu.lab.drill.diagnose import CAUSES, guess
 from bagu.lab.drill.trial import Trial, Wrong
@@ -94,7 +94,7 @@ def trials_of(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
 
 def grade(
     drill: Drill, source: str, level: str, *, file: str = "answer.py", seed: int | None = None,
-    answers: Answers | None = None, stop: bool = False, seconds: float = CALL_S, gate: bool = False,
+    answers: Answers | None = None, stop: bool = False, gate: bool = False,
 ) -> Grade:  # fmt: skip
     """Grade an answer's source. With `stop`, only up to the first failure. `gate` also compiles Triton kernels."""
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed

@@ -41,7 +41,7 @@ class DrillReward:
     def _score(self, completion: str) -> Scored:
         found = BLOCK.search(completion)
         source = (found[1] if found else completion).replace("\0", "")
-        graded = grade(self.drill, source, self.level, answers=self._answers, seconds=5.0)
+        graded = grade(self.drill, source, self.level, answers=self._answers)
         total = graded.passed + len(graded.failures)
         value = 1.0 if graded.right else SHARE * graded.passed / max(total, 1)
         if any(f.cause in ("forbidden", "state", "changes_input", "stale", "protocol") for f in graded.failures):

@@ -1,6 +1,6 @@
 """`bagu drill time` on a GPU: the share of the ceiling over several shapes, beside bagu and torch.
 
-The clock is in this process, the answer in another: it is told to make n calls over rotating inputs, and the time of a
+The clock is in this process, the answer in another, which makes n calls over rotating inputs on request. The time of a
 call is the slope between a short and a long run of them, so that the messages cancel. The inputs together are larger
 than the cache. After the clock stops, the result of one call is compared here with bagu's own. A time that the ceiling
 does not allow is a fault of the measurement, and no grade.
@@ -192,7 +192,7 @@ class Remote:
 
 
 def main(fd: str, name: str, file: str, case_name: str, dtype: str, device: str) -> None:
-    """In that process: make calls when told to."""
+    """In that process: make calls on request."""
     channel = socket.socket(fileno=int(fd))
     drill = catalogue.drill(name)
     spec = reduced(drill)

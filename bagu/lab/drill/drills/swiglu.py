@@ -55,7 +55,7 @@ DRILL = Drill.of(
     hints=(
         Text("silu(g) = g * sigmoid(g): what does sigmoid need when g is -100?", "silu(g) = g·sigmoid(g)：g = -100 时 sigmoid 会怎样？"),
         Text("g / (1 + exp(-g)) is safe on both sides: exp may overflow to inf, and g / inf is 0.", "g/(1+exp(-g)) 两侧都安全：exp 溢出为 inf，g/inf = 0。"),
-        Text("x packs gate first: the halves of a row are N apart. Compute in fp32 and round once.", "x 中 gate 在前：两半相距 N。用 fp32 计算，只舍入一次。"),
+        Text("x packs gate first: the up half of a row begins N elements after the gate half. Compute in fp32 and round once.", "x 中 gate 在前：两半相距 N。用 fp32 计算，只舍入一次。"),
     ),
     questions=(
         Question("Why is the hidden size of a SwiGLU FFN 8/3 of the model's?", "为什么 SwiGLU 的隐层是 8/3 倍？", "bagu lab run flop_rules"),
