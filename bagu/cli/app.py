@@ -20,6 +20,7 @@ from bagu.cli.lab import lab
 from bagu.cli.ops import ops
 from bagu.cli.options import AsJson
 from bagu.cli.plan import plans
+from bagu.cli.process import process
 from bagu.cli.profile import profile
 from bagu.cli.tune import tune
 from bagu.errors import BaguError
@@ -90,6 +91,7 @@ for verb in (models.compare, models.report, models.export):
 app.add_typer(models.tokenizers, name="tokenizer", rich_help_panel=MAKE)
 for verb in (serve.serve, serve.chat):
     app.command(section=USE)(verb)
+app.add_typer(process, name="process", rich_help_panel=USE)
 app.add_typer(lab, name="lab", rich_help_panel=LEARN)
 app.add_typer(drill, name="drill", rich_help_panel=LEARN)
 app.add_typer(ops, name="ops", rich_help_panel=LEARN)

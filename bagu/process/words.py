@@ -1,0 +1,99 @@
+"""The sentences of reports, refusals and the page, in English and Chinese. `{name}` is replaced by a fact."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Lang = Literal["en", "zh"]
+
+WORDS: dict[str, tuple[str, str]] = {
+    # findings of the health report
+    "few_rows": ("{n} rows: too few to trust a model (30 or more are needed)", "只有 {n} 行：太少，模型不可信（至少需要 30 行）"),
+    "note": ("{text}", "{text}"),
+    "missing": ("{column}: {share:.0%} of the rows have no value", "{column}：{share:.0%} 的行没有数值"),
+    "missing_with_target": (
+        "{column}: rows without a value have another {target} (by {shift:.1f} sd): missing is not random here",
+        "{column}：缺失行的 {target} 不同（相差 {shift:.1f} 个标准差）：缺失并非随机",
+    ),
+    "constant": ("{column} never changes: nothing can be learned from it", "{column} 从不变化：无法从中学到任何东西"),
+    "stuck": (
+        "{column} repeats the same value for {n} rows from row {row}: a stuck sensor?",
+        "{column} 从第 {row} 行起连续 {n} 行数值相同：传感器卡住了？",
+    ),
+    "duplicates": ("{n} rows are exact copies of others", "{n} 行与其他行完全相同"),
+    "repeats": (
+        "{share:.0%} of the rows repeat the inputs of another row: give their batch as a group",
+        "{share:.0%} 的行与别的行输入相同：请把批次设为 group",
+    ),
+    "leak": (
+        "{column} tells {target} almost exactly (r = {r:.4f}): it is probably measured after it; set it to ignore",
+        "{column} 几乎完全决定 {target}（r = {r:.4f}）：很可能是事后测得；请设为 ignore",
+    ),
+    "lagged": (
+        "{column} is {target} of another row (r = {r:.4f}, {n} rows apart): set it to ignore",
+        "{column} 就是另一行的 {target}（r = {r:.4f}，相隔 {n} 行）：请设为 ignore",
+    ),
+    "unit_jump": (
+        "{column} jumps at row {row} as if its unit had changed ({change})",
+        "{column} 在第 {row} 行跳变，像是换了单位（{change}）",
+    ),
+    "mixed_units": ("{column} has cells in {units}", "{column} 的单元格单位不一：{units}"),
+    "outliers": ("{column}: {n} values are more than 8 quartile ranges away", "{column}：{n} 个值偏离超过 8 倍四分位距"),
+    "together": (
+        "{column} and {other} always moved together (r = {r:.3f}): their effects cannot be told apart",
+        "{column} 与 {other} 总是同时变化（r = {r:.3f}）：无法区分各自的作用",
+    ),
+    "drift": (
+        "{target} of the last 30 % of the time differs by {shift:.1f} sd from before",
+        "最后 30 % 时间的 {target} 与之前相差 {shift:.1f} 个标准差",
+    ),
+    "reverse": (
+        "{column} follows the {target} of the row before (r = {r:.2f}): operators may react to it, so the association may "
+        "run backwards",
+        "{column} 跟随上一行的 {target} 变化（r = {r:.2f}）：可能是操作员在作出反应，关联方向可能相反",
+    ),
+    "healthy": ("nothing suspicious was found", "没有发现可疑之处"),
+    # refusals
+    "no_skill": (
+        "no recommendation: on held-out rows the model does not predict {target} better than its mean does (R² {r2:.2f}, "
+        "at least {bound:.2f} is shown)",
+        "不作推荐：在留出的行上，模型对 {target} 的预测并不优于均值（R² {r2:.2f}，可证实的下限 {bound:.2f}）",
+    ),
+    "context_outside": (
+        "no recommendation: this context is outside of the data; farthest is {column} = {value} (the data has {low} to "
+        "{high})",
+        "不作推荐：该工况不在数据范围内；偏离最大的是 {column} = {value}（数据为 {low} 到 {high}）",
+    ),
+    "nothing_inside": (
+        "no recommendation: no setting within the bounds, moves and steps is near any run of the data",
+        "不作推荐：在边界、步幅和步长之内，没有任何设定接近已有的运行",
+    ),
+    "limits_unlikely": (
+        "no recommendation: no setting near the data keeps {limits} with a probability of {p:.0%}; the best reaches {best:.0%}",
+        "不作推荐：数据附近没有设定能以 {p:.0%} 的概率满足 {limits}；最好的只有 {best:.0%}",
+    ),
+    "never_apart": (
+        "no recommendation: {column} and {other} never moved apart in the data (r = {r:.3f}), and only one may move now",
+        "不作推荐：{column} 与 {other} 在数据中从未分开变化（r = {r:.3f}），而现在只允许其中一个变化",
+    ),
+    "unseen_level": (
+        "no recommendation: {column} = {value} was never seen (known: {known})",
+        "不作推荐：从未见过 {column} = {value}（已知：{known}）",
+    ),
+    "no_gain": (
+        "no recommendation: nothing near the data is better than the present settings with confidence",
+        "不作推荐：数据附近没有任何设定能可靠地优于当前设定",
+    ),
+    # remarks beside an answer
+    "association": (
+        "These are associations in your data, not proven causes. Try a recommendation as an experiment first.",
+        "这些是数据中的关联，不是已证明的因果。请先把推荐当作试验。",
+    ),
+    "outside_setting": (
+        "outside of the data: the nearest runs differ most in {column}",
+        "超出数据范围：与最近的运行相比，{column} 相差最大",
+    ),
+}  # fmt: skip
+
+
+def say(kind: str, facts: Mapping[str, Any], lang: Lang = "en") -> str:
+    return WORDS[kind][lang == "zh"].format(**facts)
