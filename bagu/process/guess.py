@@ -16,8 +16,8 @@ WORDS: dict[str, str] = {
     r"hardness|roughness|cost|throughput|output|loss|conversion|selectiv|porosity|deviation|良率|产率|收率|纯度|强度|质量|能耗|成本|缺陷",
     "context": r"ambient|humid|outside|weather|raw|feedstock|supplier|material|moisture|incoming|impur|wear|age|"
     r"activity|season|shift|operator|upstream|inlet|substrate|thickness_?in|load|环境|湿度|原料|来料|磨损|班次|操作员",
-    "setting": r"set_?p|_sp$|setting|temp|speed|rate|flow|press|current|voltage|power|feed|dose|rpm|time|duration|dwell|residence|"
-    r"ratio|position|gap|angle|valve|thick|width|length|depth|温度|速度|流量|压力|电流|电压|功率|转速|剂量|时长",
+    "setting": r"set_?p|_sp$|setting|temp|speed|rate|flow|press|current|voltage|power|feed|dose|rpm|time|duration|"
+    r"dwell|residence|ratio|position|gap|angle|valve|thick|width|length|depth|温度|速度|流量|压力|电流|电压|功率|转速|剂量|时长",
 }  # fmt: skip
 LESS = r"defect|scrap|reject|cost|loss|consum|tsfc|reflect|roughness|porosity|deviation|能耗|成本|缺陷"
 FEW = 12  # levels of a number that a person sets
