@@ -38,6 +38,10 @@ RENAMED = {
 }
 
 
+# An option whose value may be left out, followed by that value: the flag that stands for both.
+WITH_VALUE = {("--resume", "auto"): "--resume-auto"}
+
+
 def grouped(**groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Put options of a verb, by the names of their parameters, below headings of its help."""
 
@@ -100,6 +104,10 @@ def with_new_names(command: Any, ctx: Any, args: Sequence[str]) -> list[str]:
     flags = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     found: list[str] = []
     for word in args:
+        joined = WITH_VALUE.get((found[-1], word)) if found else None
+        if joined is not None and joined in flags:
+            found[-1] = joined
+            continue
         flag, equals, value = word.partition("=")
         new = RENAMED.get(flag)
         if new in flags and flag not in flags:

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from bagu.cli.found import check_files, check_model
 from bagu.cli.help import Verbs
-from bagu.cli.options import takes
+from bagu.cli.options import dying_of_sigint, takes
 from bagu.recipes.verbs import CompareOptions, DemoOptions, EvalOptions, ExportOptions, TrainOptions
 
 tokenizers = Verbs("Train a tokenizer, or measure one.")
@@ -34,7 +34,7 @@ def demo(given: DemoOptions) -> None:
 @takes(
     TrainOptions,
     groups={
-        "Run": "config accept_data_change reward prompt wandb",
+        "Run": "config accept_data_change resume_auto reward prompt wandb",
         "Several processes": "mesh nproc max_restarts hang_timeout explain",
     },
 )
@@ -48,10 +48,18 @@ def train(given: TrainOptions) -> None:
     check_files(given.config, *(path for path in given.data if path != "stdlib"))
     check_model(given.start)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
-    from bagu.recipes import command, rewards
+    # read once by torch: its warnings about a peer that is gone are pages of C++ frames
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with dying_of_sigint():  # numpy turns a KeyboardInterrupt of its import into pages about its installation
+        from bagu.recipes import command, rewards
 
     rewards.provided["drill"] = _drill_reward
-    raise typer.Exit(command.train_main(given))
+    try:
+        status = command.train_main(given)
+    except KeyboardInterrupt:
+        print("bagu: stopped", file=sys.stderr)
+        status = 130
+    raise typer.Exit(status)
 
 
 def _drill_reward(name: str) -> Any:

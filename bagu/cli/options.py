@@ -2,6 +2,8 @@
 
 import gc
 import inspect
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING
@@ -76,6 +78,19 @@ def _read(value: Any, kind: Any, note: options.Argument | options.Option) -> Any
 def _cli_default(field: Any) -> Any:
     default = options.default_of(field)
     return inspect.Parameter.empty if default is MISSING else None if default == () else default
+
+
+@contextmanager
+def dying_of_sigint() -> Iterator[None]:
+    """Ctrl-C inside ends the process at once and without a word, as a program without a handler ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

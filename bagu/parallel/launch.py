@@ -2,8 +2,8 @@
 
 A rank reads its place from the environment: the variables of `bagu train --nproc` and torchrun (RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or of Slurm's srun (SLURM_PROCID, …). Before the process group exists, ranks meet
-at a TCP store on rank 0: rank 0 waits for all of them and compares their facts (configuration, code, device). It raises
-the one error that is printed; the other ranks end quietly.
+at a TCP store on rank 0 (meeting.py) and compare their facts (configuration, code, device). Every rank that does not
+go on raises the same sentence.
 """
 
 import contextlib
@@ -11,8 +11,9 @@ import hashlib
 import json
 import os
 import re
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,28 +22,24 @@ import torch
 import torch.distributed as dist
 
 import bagu
-from bagu import config as configs
 from bagu.errors import BaguError
+from bagu.parallel.meeting import PeerFailed, meet
 
 START_TIMEOUT_S = 60.0  # for all ranks to start; BAGU_START_TIMEOUT overrides it
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-class PeerFailed(BaguError):
-    """Another rank failed, and rank 0 has said why."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process in a job: its rank of `ranks`, its number among the processes of this machine, where rank 0 is."""
+    """This process in a job: its rank of `ranks`, its number among the processes of this machine (None: the launcher
+    does not say), where rank 0 is."""
 
     rank: int
     ranks: int
-    local_rank: int
+    local_rank: int | None
     host: str
     port: int
     agent_store: bool = False  # torchrun serves a store at that address itself
-    generation: str = "0"  # of restarts under torchrun, whose store keeps the keys of earlier ones
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
@@ -51,9 +48,9 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         try:
             return Place(
                 rank=int(environ["RANK"]), ranks=int(environ["WORLD_SIZE"]),
-                local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])), host=environ["MASTER_ADDR"],
-                port=int(environ["MASTER_PORT"]), agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-                generation=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                local_rank=int(environ["LOCAL_RANK"]) if "LOCAL_RANK" in environ else None,
+                host=environ["MASTER_ADDR"], port=int(environ["MASTER_PORT"]),
+                agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )  # fmt: skip
         except (KeyError, ValueError) as error:
             raise BaguError(
@@ -81,13 +78,23 @@ def first_host(nodes: str) -> str:
 
 
 def use_own_gpu(place: Place) -> None:
-    """Make this rank's GPU the only one that torch sees: the one at its local rank. Call before CUDA is used."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Make this rank's GPU the only one that torch sees. Call before CUDA is used."""
+    if (mine := own_gpu(place, os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count)) is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = mine
+
+
+def own_gpu(place: Place, visible: str | None, count: Callable[[], int]) -> str | None:
+    """The GPU at this rank's local rank among the `visible` ones; None leaves them as they are.
+
+    Without a local rank, ranks fill the GPUs of a machine in turn (`count` of them): a pod with one GPU gives it to its
+    only rank, whatever the rank's number is.
+    """
     mine = [v for v in visible.split(",") if v] if visible is not None else None
+    gpus = len(mine) if mine is not None else count() if place.local_rank is None else 0
+    local = place.local_rank if place.local_rank is not None else place.rank % max(1, gpus)
     if mine is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(place.local_rank)
-    elif len(mine) > 1 and place.local_rank < len(mine):
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine[place.local_rank]
+        return str(local)
+    return mine[local] if len(mine) > 1 and local < len(mine) else None
 
 
 def code_digest() -> str:
@@ -106,9 +113,8 @@ def joined(place: Place, device: torch.device, facts: Mapping[str, object]) -> I
     `facts` must be equal on all ranks. If a rank fails inside, rank 0 raises its error; the others raise `PeerFailed`.
     """
     timeout = float(os.environ.get("BAGU_START_TIMEOUT", START_TIMEOUT_S))
-    store = _store(place, timeout)
+    store = meet(_store(place, timeout), place.rank, place.ranks, facts, timeout)
     try:
-        _meet(store, place, facts, timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         group = dist.PrefixStore("group", store)
         dist.init_process_group(
@@ -124,65 +130,44 @@ def joined(place: Place, device: torch.device, facts: Mapping[str, object]) -> I
 def _store(place: Place, timeout: float) -> dist.Store:
     serves = place.rank == 0 and not place.agent_store
     try:
-        store: dist.Store = dist.TCPStore(
+        if not serves:
+            _reach(place, timeout)
+        return dist.TCPStore(
             place.host, place.port, place.ranks, serves, timedelta(seconds=timeout), wait_for_workers=False
         )
     except (RuntimeError, ValueError) as error:  # dist.DistStoreError is a RuntimeError
-        if place.rank == 0:
-            raise BaguError(
-                f"rank 0 cannot listen at {place.host}:{place.port}: {error}", hint="set MASTER_PORT to a free port"
-            ) from error
-        raise PeerFailed(f"rank {place.rank} did not reach rank 0 at {place.host}:{place.port}") from error
-    return dist.PrefixStore(f"bagu/{place.generation}", store) if place.agent_store else store
-
-
-def _meet(store: dist.Store, place: Place, facts: Mapping[str, object], timeout: float) -> None:
-    """Wait for all ranks, and compare their facts. Rank 0 decides; the others read its verdict."""
-    store.set(f"facts/{place.rank}", json.dumps(facts))
-    if place.rank > 0:
-        try:
-            store.wait(["verdict"], timedelta(seconds=timeout + 30))
-        except RuntimeError as error:
-            raise PeerFailed("rank 0 ended before the start") from error
-        if store.get("verdict") != b"go":
-            raise PeerFailed(store.get("verdict").decode())
-        return
-    try:
-        _compare(_facts(store, place.ranks, timeout))
-    except BaguError as error:
-        store.set("verdict", str(error))
-        raise
-    store.set("verdict", "go")
-
-
-def _facts(store: dist.Store, ranks: int, timeout: float) -> list[dict[str, object]]:
-    deadline, missing = time.monotonic() + timeout, set(range(ranks))
-    while missing and time.monotonic() < deadline:
-        missing = {rank for rank in missing if not store.check([f"facts/{rank}"])}
-        if missing:
-            time.sleep(0.02)
-    if missing:
-        named = ", ".join(map(str, sorted(missing)))
         raise BaguError(
-            f"{len(missing)} of {ranks} ranks did not start within {timeout:.0f} s: rank {named}",
-            hint="start them with the same address and port; BAGU_START_TIMEOUT sets the seconds to wait",
-        )
-    return [json.loads(store.get(f"facts/{rank}")) for rank in range(ranks)]
+            f"rank {place.rank} cannot {'listen' if serves else 'connect'} at {place.host}:{place.port}: "
+            f"{first_line(error)}",
+            hint="set MASTER_PORT to a free port",
+        ) from error
 
 
-def _compare(facts: list[dict[str, object]]) -> None:
-    for rank, other in enumerate(facts):
-        if other != facts[0]:
-            different = configs.diff(facts[0], other)
-            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-            raise BaguError(
-                f"rank {rank} differs from rank 0: {different[0]}{more}",
-                hint="start every rank with the same code, configuration and kind of device",
-            )
+def _reach(place: Place, timeout: float) -> None:
+    """Wait until rank 0 listens. torch's own client prints C++ frames when it does not."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise PeerFailed(
+                f"rank {place.rank} did not reach rank 0 at {place.host}:{place.port} within {timeout:.0f} s: "
+                f"{error.strerror or error}",
+                hint="start rank 0 there; check MASTER_ADDR, MASTER_PORT and the firewall between the machines",
+            ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch says, without the frames of C++ that follow."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 
 def _report(store: dist.Store, place: Place, error: BaseException) -> None:
-    """Leave this rank's error for rank 0; on rank 0 raise the error that another rank left, if there is one.
+    """Leave this rank's error for the others, or raise the one that another rank left, if there is one.
 
     A rank that fails closes its connections, and collectives of the others raise RuntimeError. Only the first error is
     the reason.
@@ -191,17 +176,18 @@ def _report(store: dist.Store, place: Place, error: BaseException) -> None:
         return
     lost = isinstance(error, RuntimeError) and not isinstance(error, BaguError)
     try:
-        if place.rank > 0:
-            if not lost:
-                hint = error.hint if isinstance(error, BaguError) else ""
-                store.set("failed", json.dumps([place.rank, f"{type(error).__name__}: {error}", hint]))
-        elif lost:
-            store.wait(["failed"], timedelta(seconds=2))
-            rank, what, hint = json.loads(store.get("failed"))
-            raise BaguError(f"rank {rank} failed: {what}", hint=hint) from error
+        if not lost:
+            hint = error.hint if isinstance(error, BaguError) else ""
+            said = str(error) if isinstance(error, BaguError) else f"{type(error).__name__}: {first_line(error)}"
+            store.set("failed", json.dumps([place.rank, said, hint]))
+            if place.rank == 0:  # it serves the store: the others read the reason before it ends
+                time.sleep(0.5)
+            return
+        store.wait(["failed"], timedelta(seconds=2))
+        rank, what, hint = json.loads(store.get("failed"))
+        raise PeerFailed(f"rank {rank} failed: {what}", hint=hint) from error
     except RuntimeError:  # no store, or nothing was left there: a rank was killed
         pass
-    if lost:
-        raise PeerFailed(f"rank {place.rank} lost its peers: {error}") from error
-    if place.rank > 0 and isinstance(error, BaguError):
-        raise PeerFailed(str(error)) from error
+    raise PeerFailed(
+        f"rank {place.rank} lost its peers: {first_line(error)}", hint="one of them was killed: see the other logs"
+    ) from error

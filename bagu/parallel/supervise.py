@@ -1,8 +1,7 @@
 """`bagu train --nproc N`: start the ranks of this machine, watch them, and start them again after a crash.
 
 Ranks that are killed by a signal (out of memory, a fault of the machine, the watchdog) are started again from the last
-checkpoint. Every start has a new port and thus a new store: torchrun's in-place restart reuses one, and its stale keys
-hang the next start (pytorch#135712). A rank that ends with an error of its own would end so again: the job ends too.
+checkpoint, in a store of their own. A rank that ends with an error of its own would end so again: the job ends too.
 """
 
 import os
@@ -21,6 +20,8 @@ from bagu.parallel import heartbeat
 
 GRACE_S = 5.0  # that the other ranks have to end on their own after one has ended
 POLL_S = 0.05
+REPLAN_S = 1.0  # between questions whether to start by another plan
+STOPPED = 130  # exit status of a rank that was asked to save and end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +34,41 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`plan(attempt)` is what to start the first time (0) and again."""
+    """`plan(attempt)` is what to start the first time (0) and again. `progress()` is how far the run is (its last
+    checkpoint): restarts are counted since it last grew. When `replan()` is true, the ranks are asked to save and end,
+    and are started by a new plan."""
 
     plan: Callable[[int], Start]
     max_restarts: int = 3
     hang_timeout_s: float = 600.0
+    progress: Callable[[], int] = lambda: 0
+    replan: Callable[[], bool] = lambda: False
 
 
 def supervise(job: Job, say: Callable[[str], None]) -> int:
     """Run a job to its end; return its exit status. `say` prints a line."""
-    for attempt in range(job.max_restarts + 1):
+    attempt, restarts, reached = 0, 0, job.progress()
+    while True:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bagu-ranks-")))
             ranks = _start(job.plan(attempt), folder)
             stack.callback(_end, ranks)
-            codes = _watch(ranks, job.hang_timeout_s, folder, say)
+            codes, replanned = _watch(ranks, job, folder, say)
+        attempt += 1
         killed = [rank for rank, code in enumerate(codes) if code < 0]
-        if not killed:
+        if not killed and not (replanned and set(codes) == {STOPPED}):
             return next((code for code in codes if code), 0)
+        if not killed:
+            continue
         names = ", ".join(f"rank {r} ({signal.Signals(-codes[r]).name})" for r in killed)
-        if attempt < job.max_restarts:
-            say(f"{names} was killed: starting again from the last checkpoint ({attempt + 1} of {job.max_restarts})")
-    say(f"{names} was killed, after {job.max_restarts} restarts")
-    return 1
+        if (now := job.progress()) > reached:
+            reached, restarts = now, 0
+        if restarts == job.max_restarts:
+            times = f"{restarts} restart{'' if restarts == 1 else 's'}"
+            say(f"{names} was killed, after {times} without a new checkpoint")
+            return 1
+        restarts += 1
+        say(f"{names} was killed: starting again from the last checkpoint ({restarts} of {job.max_restarts})")
 
 
 def _start(start: Start, folder: Path) -> list[subprocess.Popen[bytes]]:
@@ -84,13 +97,15 @@ def _free_port() -> int:
 
 
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]], hang_timeout_s: float, folder: Path, say: Callable[[str], None]
-) -> list[int]:
+    ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path, say: Callable[[str], None]
+) -> tuple[list[int], bool]:
     """Wait until all ranks have ended, or some have and the grace is over; return their exit statuses, negative for a
-    signal. Ranks that were only ended by this process count as 0. A rank that dies of a signal from the user (it was
-    still starting, or it is the second one) has the status of a shell, 128 + signal: it is not started again."""
-    watchdog = _Watchdog(folder, len(ranks), hang_timeout_s)
+    signal, and whether they were asked to end for another plan. Ranks that were only ended by this process count as 0.
+    A rank that dies of a signal from the user (it was still starting, or it is the second one) has the status of a
+    shell, 128 + signal: it is not started again."""
+    watchdog = _Watchdog(folder, len(ranks), job.hang_timeout_s)
     first: float | None = None
+    asked, replanned = time.monotonic(), False
     with _Signals(ranks) as passed_on:
         while any(rank.poll() is None for rank in ranks):
             if first is None and any(rank.poll() not in (None, 0) for rank in ranks):
@@ -101,11 +116,16 @@ def _watch(
                 say(stuck.sentence)
                 for number in stuck.ranks:
                     ranks[number].kill()
+            if not replanned and time.monotonic() - asked > REPLAN_S:
+                asked, replanned = time.monotonic(), job.replan()
+                for rank in ranks if replanned else ():
+                    rank.terminate()
             time.sleep(POLL_S)
     codes = [rank.poll() for rank in ranks]
     _end(ranks)
     ended = [0 if code is None else code for code in codes]
-    return [128 - code if -code in passed_on else code for code in ended]
+    replanned = replanned and not passed_on  # the user has ended the job
+    return [128 - code if -code in passed_on else code for code in ended], replanned
 
 
 @dataclass(frozen=True, kw_only=True)

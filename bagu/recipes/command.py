@@ -25,9 +25,10 @@ from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.explanation import Explanation
 from bagu.recipes.find import find_model
+from bagu.recipes.held_run import held_run
 from bagu.recipes.length import progress_of, train_for, with_steps
 from bagu.recipes.models import load_model, save_as_gguf, save_model, tokenizer_folder
-from bagu.recipes.ranks import asked_ranks, mesh_settings, opened_mesh, quiet_unless_first, start_ranks
+from bagu.recipes.ranks import asked_ranks, mesh_settings, one_sentence, opened_mesh, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
@@ -48,20 +49,32 @@ def train_main(given: TrainOptions) -> int:
     """Build a run from the options, train it, and write its report. With `dry_run`, only check and print the run.
 
     With `resume` the run is read from the folder's config.json; if there is none, a new run starts from data, config or
-    start. With `nproc` this process starts so many ranks and waits for them.
+    start. With `resume_auto` the options describe a run, which goes on if the folder holds it. With `nproc` this
+    process starts so many ranks and waits for them.
     """
     place = find_place(os.environ)
     if place is not None:
         use_own_gpu(place)
-    with quiet_unless_first(place):
+    with one_sentence(place):
+        if given.resume and given.resume_auto:
+            raise ArgumentError("--resume and --resume auto are both given", hint="leave one out")
         divide = not given.resume and not _shapes_steps(given.settings)
         run = _built(given, partial(mesh_settings, given=given, place=place, divide=divide))
+        if given.resume_auto and RunFolder(given.out).is_run():
+            run = held_run(run, RunFolder(given.out), fitted=not _context_chosen(given))
+            given = replace(given, resume=True)
         run.train.mesh.check_ranks(asked_ranks(given, place))
         if given.nproc is None or place is not None or given.dry_run:
-            return _train(run, given, place)
-        again = to_arguments(given, without=("mesh", "nproc", "max_restarts", "hang_timeout"))
+            return _train(run, replace(given, resume=given.resume or given.resume_auto), place)
+        without = ("mesh", "nproc", "max_restarts", "hang_timeout", *(("resume",) if given.resume_auto else ()))
+        again = to_arguments(given, without=without)
         say = partial(print, "bagu:", file=sys.stderr, flush=True)
         return start_ranks(run, given, lambda mesh: ["train", *again, "--mesh", str(mesh)], say)
+
+
+def _context_chosen(given: TrainOptions) -> bool:
+    """Whether the options name the context of the run: that of a recipe is a default."""
+    return given.config is not None or any(s.startswith("data.context=") for s in given.settings)
 
 
 def _shapes_steps(settings: Sequence[str]) -> bool:
@@ -121,7 +134,7 @@ def _named_settings(given: TrainOptions) -> list[str]:
         if keys.get(key) is not None:
             raise ArgumentError(f"--{key.rpartition('.')[2]} and --set {key} are both given", hint="leave one out")
     if given.minutes is not None:
-        others = ("steps", "resume", "nproc", "mesh", "dry_run", "explain")
+        others = ("steps", "resume", "resume_auto", "nproc", "mesh", "dry_run", "explain")
         if clash := next((name for name in others if getattr(given, name)), None):
             raise ArgumentError(f"--minutes is given with --{clash.replace('_', '-')}", hint="leave one of them out")
         if not 0 < given.minutes < float("inf"):
@@ -142,8 +155,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         if given.explain:
             explanation.before(summary, mesh)
 
-    chosen = any(s.startswith("data.context=") for s in given.settings)  # a recipe's context is a default
-    chosen = chosen or given.config is not None or (resume and RunFolder(out).is_run())
+    chosen = _context_chosen(given) or (resume and RunFolder(out).is_run())
     if given.dry_run:
         summary = check(run, out, resume=resume, accept_data_change=accept_data_change, fit_context=not chosen)
         print(json.dumps(configs.to_dict(replace(run, data=summary.data)), indent=2))

@@ -10,8 +10,10 @@ from bagu import config as configs
 from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.parallel import heartbeat
-from bagu.parallel.launch import PeerFailed, Place, code_digest, joined
+from bagu.parallel.launch import Place, code_digest, joined
+from bagu.parallel.meeting import PeerFailed
 from bagu.parallel.mesh import DIMS, Dim, Mesh, MeshConfig, open_mesh
+from bagu.parallel.sizes import Sizes
 from bagu.parallel.supervise import Job, Start, supervise
 from bagu.recipes.run import Run
 from bagu.recipes.verbs import TrainOptions
@@ -64,23 +66,31 @@ def start_ranks(
 ) -> int:
     """Start the ranks of a run and watch them. `command` is the command line of the first start.
 
-    A later start resumes the run. If the last two starts made no checkpoint, it has fewer ranks.
+    A later start resumes the run. If the last two starts made no checkpoint, it has fewer ranks, until that start has
+    made some.
     """
-    meshes, steps = [run.train.mesh], list[int]()
+    folder, sizes, steps = RunFolder(given.out), Sizes(run.train.mesh, run.data.micro_batches), set[str]()
+
+    def reached() -> int:
+        """The number of checkpoints so far; old ones are deleted."""
+        steps.update(path.name for path in checkpoint.checkpoints(folder.checkpoints))
+        return len(steps)
 
     def plan(attempt: int) -> Start:
-        folder = RunFolder(given.out)
-        found = checkpoint.checkpoints(folder.checkpoints)
-        steps.append(int(found[-1].name.removeprefix("step-")) if found else 0)
-        if len(steps) > 2 and len(set(steps[-3:])) == 1 and (less := meshes[-1].smaller(run.data.micro_batches)):
-            say(f"the last two starts made no progress: going on with {less.ranks} instead of {meshes[-1].ranks} ranks")
-            meshes.append(less)
-        mesh = meshes[-1]
+        before = sizes.mesh
+        mesh = sizes.next(reached())
+        if mesh.ranks < before.ranks:
+            say(f"the last two starts made no progress: going on with {mesh.ranks} instead of {before.ranks} ranks")
+        elif mesh.ranks > before.ranks:
+            say(f"a start with {before.ranks} ranks made progress: going on with {mesh.ranks}")
         again = attempt > 0 and folder.is_run()
         words = ["train", "--resume", "--out", str(given.out), "--mesh", str(mesh)] if again else command(mesh)
         return Start(ranks=mesh.ranks, command=[sys.executable, "-m", "bagu", *words])
 
-    job = Job(plan=plan, max_restarts=given.max_restarts, hang_timeout_s=given.hang_timeout)
+    job = Job(
+        plan=plan, max_restarts=given.max_restarts, hang_timeout_s=given.hang_timeout, progress=reached,
+        replan=lambda: sizes.may_grow(reached()),
+    )  # fmt: skip
     return supervise(job, say)
 
 
@@ -91,7 +101,10 @@ def opened_mesh(run: Run, place: Place | None, out: Path) -> Iterator[Mesh | Non
         yield None
         return
     device = named_device(run.device)
-    facts = {"config": configs.to_dict(run), "code": code_digest(), "device": device.type, "out": out.name}
+    facts = {
+        "config": configs.to_dict(run), "code": code_digest(), "device": device.type, "out": out.name,
+        "the folder holds the run": RunFolder(out).is_run(),
+    }  # fmt: skip
     with joined(place, device, facts):
         mesh = open_mesh(run.train.mesh, device)
         folder = os.environ.get(heartbeat.FOLDER)
@@ -103,15 +116,15 @@ def opened_mesh(run: Run, place: Place | None, out: Path) -> Iterator[Mesh | Non
 
 
 @contextlib.contextmanager
-def quiet_unless_first(place: Place | None) -> Iterator[None]:
-    """One sentence on rank 0: end other ranks without a message for an error that rank 0 reports."""
+def one_sentence(place: Place | None) -> Iterator[None]:
+    """An error of a rank as one sentence in its log, with its rank; where ranks share a terminal, rank 0 says it."""
     try:
         yield
-    except PeerFailed:
-        if place is not None and place.rank == 0:
-            raise
-        raise SystemExit(LOST) from None
-    except BaguError:
+    except BaguError as error:
         if place is None or place.rank == 0:
             raise
-        raise SystemExit(2) from None
+        if heartbeat.FOLDER not in os.environ:
+            hint = f"\n  -> {error.hint}" if error.hint else ""
+            said = str(error) if str(error).startswith(f"rank {place.rank} ") else f"rank {place.rank}: {error}"
+            print(f"bagu: {said}{hint}", file=sys.stderr, flush=True)
+        raise SystemExit(LOST if isinstance(error, PeerFailed) else 2) from None

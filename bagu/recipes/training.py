@@ -26,6 +26,7 @@ from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
 from bagu.nn.score import with_score_head
 from bagu.parallel.collectives import from_rank_0
+from bagu.parallel.launch import code_digest
 from bagu.parallel.mesh import Mesh
 from bagu.recipes.find import MODEL
 from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
@@ -105,7 +106,7 @@ def train(
         folder.check_free(resume=resume)
         if run.wandb is not None:
             WeightsAndBiases.check()
-    run = _resolved(run, named_device(run.device))
+    run = resolved(run, named_device(run.device))
     _check_offload(run)
     with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
         inputs = read_inputs(
@@ -170,7 +171,7 @@ def _record(
     trackers = []
     if run.wandb is not None:  # first, because it may raise, for example without a login
         trackers.append(WeightsAndBiases(folder.path, project=run.wandb, config=configs.to_dict(run)))
-    folder.begin(run)
+    folder.begin(run, code=code_digest())
     kept, known = folder.path / TOKENIZER, inputs.tokenizer.fingerprint
     if not (kept / "tokenizer.json").is_file() or BpeTokenizer.load(kept).fingerprint != known:
         inputs.tokenizer.save(kept)
@@ -181,7 +182,7 @@ def _record(
     return RunRecorder(folder, progress=shown, trackers=trackers)
 
 
-def _resolved(run: Run, device: torch.device) -> Run:
+def resolved(run: Run, device: torch.device) -> Run:
     """The run with explicit dtypes: if it is resumed on another machine, it must not change to the fast dtype there."""
     optimizer = run.train.optimizer.resolved(device)
     return replace(run, dtype=run.dtype or compute_dtype_name(device), train=replace(run.train, optimizer=optimizer))

@@ -53,7 +53,14 @@ class TrainOptions:
         ),
     ] = ()
     out: Annotated[Path, Option("The folder of the run.")] = Path("runs/train")
-    resume: Annotated[bool, Option("Resume the run in the folder --out.", flags=("--resume",))] = False
+    resume: Annotated[
+        bool,
+        Option(
+            "Resume the run in the folder --out. --resume auto: start the run, or resume it if --out holds it.",
+            flags=("--resume",),
+        ),
+    ] = False
+    resume_auto: Annotated[bool, Option("--resume auto, as one word.", flags=("--resume-auto",), hidden=True)] = False
     accept_data_change: Annotated[bool, Option("Resume with changed data.", flags=("--accept-data-change",))] = False
     reward: Annotated[
         tuple[str, ...],

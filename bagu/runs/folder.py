@@ -57,12 +57,14 @@ class RunFolder(RunFiles):
             folder.lock.take()
         return folder
 
-    def begin(self, config: Any) -> None:
-        """Write config.json and environment.json. The start event lists the differences from the last start."""
+    def begin(self, config: Any, *, code: str | None = None) -> None:
+        """Write config.json and environment.json, with the hash of the `code` that runs. The start event lists the
+        differences from the last start."""
         _drop_torn_row(self.metrics_path)
         _drop_torn_row(self.events_path)
         before = {"config": self.config(), "environment": self.environment()} if self.is_run() else None
         now = {"config": configs.to_dict(config), "environment": environment.environment()}
+        now["environment"] |= {} if code is None else {"code": code}
         with _writing(self.path):
             configs.write_atomic(self.environment_path, json.dumps(now["environment"], indent=2) + "\n")
             configs.save(config, self.config_path)  # last, because config.json marks the folder as a run

@@ -1,14 +1,23 @@
-"""A lock that allows one writer per folder: a file that names the process. The lock of a dead process is taken over."""
+"""A lock that allows one writer per folder: a file that names the process. The lock of a dead process is taken over.
+
+Whether a process of another machine lives is seen by the file's time, which its owner renews: a job that was requeued
+on another machine watches it for a while and takes the lock over. No clocks are compared.
+"""
 
 import contextlib
 import json
 import os
 import platform
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
+
+RENEWED_S = 5.0  # the time between two renewals
+WATCHED_S = 20.0  # without a renewal, after which an owner on another machine counts as dead
 
 
 class Lock:
@@ -17,11 +26,13 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.held = False
+        self._released = threading.Event()
 
     def take(self) -> None:
+        elsewhere = self._silent_owner()
         with self._exclusive() as file:
             owner = _owner(file.read())
-            if owner and _is_running(owner):
+            if owner and owner != elsewhere and _is_running(owner):
                 raise BaguError(
                     f"process {owner['pid']} on {owner['host']} is writing to {self.path.parent}",
                     hint=f"wait for it or stop it; if it does not exist any more, delete {self.path}",
@@ -29,14 +40,40 @@ class Lock:
             file.seek(0)
             file.truncate()
             me = os.getpid()
-            file.write(json.dumps({"pid": me, "host": platform.node(), "born": _start_time(me)}))
+            file.write(json.dumps({"pid": me, "host": platform.node(), "born": _start_time(me), "renewed": RENEWED_S}))
         self.held = True
+        self._released.clear()
+        threading.Thread(target=self._renew, name="bagu-lock", daemon=True).start()
 
     def release(self) -> None:
         if self.held:
             self.held = False
+            self._released.set()
             with self._exclusive() as file:
                 file.truncate(0)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEWED_S):
+            with contextlib.suppress(OSError):  # a full or absent file system ends the run elsewhere
+                os.utime(self.path)
+
+    def _silent_owner(self) -> dict[str, Any] | None:
+        """The owner on another machine that did not renew its lock while it was watched."""
+        if not self.path.is_file():
+            return None
+        owner, time_of_file = self._watched()
+        if owner is None or owner["host"] == platform.node() or "renewed" not in owner:
+            return None
+        deadline = time.monotonic() + WATCHED_S
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, WATCHED_S / 20))
+            if self._watched() != (owner, time_of_file):
+                return None
+        return owner
+
+    def _watched(self) -> tuple[dict[str, Any] | None, int]:
+        with self.path.open(encoding="utf-8") as file:  # NFS asks the server for the time of a file that is opened
+            return _owner(file.read()), os.fstat(file.fileno()).st_mtime_ns
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[Any]:

@@ -38,12 +38,16 @@ def forkserver() -> Any:
     return context
 
 
-def run_bagu(number: int, words: Sequence[str], log: Path) -> list[int | None]:
-    """The exit codes of `bagu WORDS` on this many ranks, with torchrun's variables. Output goes to `log`."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_bagu(number: int, words: Sequence[str], log: Path) -> list[int | None]:
+    """The exit codes of `bagu WORDS` on this many ranks, with torchrun's variables. Output goes to `log`."""
+    shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
     started = [forkserver().Process(target=_bagu, args=(words, env, log), daemon=True) for env in environments]
     for process in started:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,29 @@ def test_restarts_are_limited(tmp_path: Path) -> None:
     said: list[str] = []
     body = "os.kill(os.getpid(), signal.SIGKILL)"
     assert supervise(job(tmp_path, body, ranks=1, max_restarts=1), said.append) == 1
-    assert said[-1] == "rank 0 (SIGKILL) was killed, after 1 restarts"
+    assert said[-1] == "rank 0 (SIGKILL) was killed, after 1 restart without a new checkpoint"
+
+
+def test_restarts_are_counted_since_the_last_checkpoint(tmp_path: Path) -> None:
+    """One restart is allowed; three kills, each after progress, are survived."""
+    said: list[str] = []
+    body = "if attempt < 3: os.kill(os.getpid(), signal.SIGKILL)"
+    made = replace(job(tmp_path, body, ranks=1, max_restarts=1), progress=lambda: len(started(tmp_path)))
+    assert supervise(made, said.append) == 0
+    assert [line[-8:] for line in said] == ["(1 of 1)"] * 3
+
+
+def test_ranks_that_end_for_another_plan_are_started_again(tmp_path: Path) -> None:
+    body = """
+    if attempt == 0:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+        (out / "ready").write_text("0")
+        time.sleep(1000)
+    """
+    made = replace(job(tmp_path, body, ranks=1), replan=lambda: (tmp_path / "ready").exists())
+    said: list[str] = []
+    assert supervise(made, said.append) == 0
+    assert {"0-0", "1-0"} <= started(tmp_path).keys() and said == []
 
 
 def test_an_error_of_its_own_ends_the_job_without_a_restart(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from bagu import config as configs
 from bagu.errors import BaguError
+from bagu.parallel.mesh import MeshConfig
+from bagu.parallel.sizes import Sizes
 from bagu.parallel.supervise import Job, Start
 from bagu.recipes import ranks
 from bagu.recipes.catalogue import recipe
@@ -176,7 +178,16 @@ def test_starts_that_make_no_checkpoint_go_on_with_fewer_ranks(tmp_path: Path, m
     monkeypatch.setattr(ranks, "supervise", run_job)
     options = TrainOptions(out=out, nproc=4, max_restarts=3, hang_timeout=1)
     assert ranks.start_ranks(run, options, lambda mesh: ["train", "DATA", "--mesh", str(mesh)], said.append) == 0
-    assert [start.ranks for start in starts] == [4, 4, 2, 2]
+    assert [start.ranks for start in starts] == [4, 4, 2, 4], "all again after a checkpoint"
     assert starts[0].command[-4:] == ["train", "DATA", "--mesh", "dp=4"]
     assert starts[2].command[-6:] == ["train", "--resume", "--out", str(out), "--mesh", "dp=2"]
-    assert said == ["the last two starts made no progress: going on with 2 instead of 4 ranks"]
+    assert said == [
+        "the last two starts made no progress: going on with 2 instead of 4 ranks",
+        "a start with 2 ranks made progress: going on with 4",
+    ]
+
+
+def test_a_smaller_run_tries_all_ranks_again_and_waits_longer_each_time() -> None:
+    sizes = Sizes(MeshConfig(dp=4), 4)
+    assert [sizes.next(0).ranks for _ in range(3)] == [4, 4, 2] and not sizes.may_grow(1) and sizes.may_grow(2)
+    assert [sizes.next(2).ranks for _ in range(3)] == [4, 4, 2] and not sizes.may_grow(5) and sizes.may_grow(6)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from bagu.config import load
 from bagu.errors import BackendError, BaguError
+from bagu.runs import lock as lock_file
 from bagu.runs.folder import RunFolder, RunRecorder, _truncate
 from bagu.runs.observer import Metrics, Observer
 
@@ -214,10 +215,28 @@ def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     owner = json.loads(lock.path.read_text())
     lock.path.write_text(json.dumps({**owner, "born": "1"}))
     recorder(tmp_path, resume=True).close()
+    del owner["renewed"]  # as earlier versions wrote it
     lock.path.write_text(json.dumps({**owner, "host": "elsewhere"}))
     with pytest.raises(BaguError, match="on elsewhere") as caught:
         RunFolder.create(tmp_path, Config(), resume=True)
     assert str(lock.path) in caught.value.hint, "the user must decide about a lock of another machine"
+
+
+def test_a_lock_of_another_machine_is_taken_over_when_it_is_not_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was killed and requeued on another machine."""
+    monkeypatch.setattr(lock_file, "RENEWED_S", 0.1)
+    monkeypatch.setattr(lock_file, "WATCHED_S", 1.0)
+    recorder(tmp_path).close()
+    owner = RunFolder(tmp_path).lock
+    owner.take()
+    there = json.loads(owner.path.read_text()) | {"host": "elsewhere"}
+    owner.path.write_text(json.dumps(there))
+    with pytest.raises(BaguError, match="on elsewhere"):
+        RunFolder.create(tmp_path, Config(), resume=True)
+    owner._released.set()  # its machine is gone
+    recorder(tmp_path, resume=True).close()
 
 
 def test_a_read_only_folder_cannot_be_recorded_to(tmp_path: Path) -> None:
