@@ -159,6 +159,12 @@ def _auxiliary(run: Run, tokenizer: BpeTokenizer, model: ModelConfig) -> dict[st
     return found
 
 
+def source_facts(inputs: Inputs) -> dict[str, Any]:
+    """What each source is: its hash, files and bytes, and how documents are selected."""
+    keys = ("sha256", "files", "bytes", *SELECTED)
+    return {name: {key: facts[key] for key in keys if key in facts} for name, facts in inputs.data.facts.items()}
+
+
 def facts_of(run: Run, inputs: Inputs) -> dict[str, Any]:
     """The content of data.json: files, hash and tokens of each source, and how much of it the run uses."""
     report = inputs.data.loader.report(run.train.steps)

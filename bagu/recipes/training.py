@@ -25,11 +25,12 @@ from bagu.nn.lora import add_lora, merge
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
 from bagu.nn.score import with_score_head
+from bagu.parallel.agree import check_equal, check_shared
 from bagu.parallel.collectives import from_rank_0
 from bagu.parallel.launch import code_digest
 from bagu.parallel.mesh import Mesh
 from bagu.recipes.find import MODEL
-from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs
+from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs, source_facts
 from bagu.recipes.models import NATIVE, load_model, save_model
 from bagu.recipes.rollout import open_reward, with_rollouts
 from bagu.recipes.run import Run
@@ -108,12 +109,14 @@ def train(
             WeightsAndBiases.check()
     run = resolved(run, named_device(run.device))
     _check_offload(run)
+    check_shared(mesh, out)
     with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
         inputs = read_inputs(
             run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora,
             fit_context=fit_context,
         )  # fmt: skip
     run = inputs.run
+    check_equal(mesh, {"data": source_facts(inputs), "tokenizer": inputs.tokenizer.fingerprint})
     tasks = run_tasks(run, inputs.model, inputs.tokenizer)
     model, auxiliary = _model(run, inputs), _auxiliary_models(inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)

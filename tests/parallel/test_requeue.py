@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,12 +55,15 @@ def checkpoint_after(out: Path, step: int) -> int | None:
     return newest if newest > step else None
 
 
-def start(number: int, words: Sequence[str], log: Path) -> list[subprocess.Popen[str]]:
+def start(
+    number: int, words: Sequence[str], log: Path, folders: Sequence[Path] = (Path(), Path())
+) -> list[subprocess.Popen[str]]:
     """Ranks as another launcher starts them."""
     shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
     return [
         subprocess.Popen(
             [sys.executable, "-m", "bagu", *words], text=True, stderr=(log.parent / f"{log.name}-{rank}").open("w"),
+            cwd=folders[rank],
             env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(number)
@@ -88,6 +92,27 @@ def test_a_requeued_job_ends_with_the_same_bits(data: Path, tmp_path: Path, caps
     (again / "environment.json").write_text(json.dumps(environment | {"code": "0" * 16}))
     assert bagu(*alone) == 2
     assert "was made by other code (0000000000000000" in capsys.readouterr().err
+
+
+def test_ranks_with_other_data_or_another_folder_are_refused(data: Path, tmp_path: Path) -> None:
+    """Every rank has a current folder of its own, as on machines that share nothing."""
+    for rank, place in enumerate(("a", "b")):
+        shutil.copytree(data, tmp_path / place / "data")
+        (tmp_path / place / "data" / "b.txt").write_text(f"{rank} " * 100)
+    words = [word if word != str(data) else "data" for word in command(data, tmp_path / "out")]
+    said = on_machines(words, tmp_path)
+    assert all("rank 1 differs from rank 0: data.data.sha256: " in line for line in said), said
+    said = on_machines([*words[:-1], "out"], tmp_path)
+    where = (tmp_path / "a" / "out").resolve()
+    assert all(f"rank 1 does not see what rank 0 writes to {where}: the folder is not shared" in x for x in said), said
+    assert all(line.count("\n") == 2 and line.startswith("bagu: ") for line in said), "a sentence and what to do"
+
+
+def on_machines(words: Sequence[str], tmp_path: Path) -> list[str]:
+    """What each of two ranks says that are started in folders `a` and `b`, and end with an error within 30 s of CPU."""
+    jobs = start(2, words, tmp_path / "log", folders=[tmp_path / "a", tmp_path / "b"])
+    assert all(job.wait(timeout=200) in (2, 75) for job in jobs)
+    return [(tmp_path / f"log-{rank}").read_text() for rank in range(2)]
 
 
 @pytest.mark.slow
