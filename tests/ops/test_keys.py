@@ -236,6 +236,8 @@ BLIND = ("type", "device", "alignment", "requires_grad", "scalar's type")
 
 @pytest.mark.parametrize("field", [*REPLAYED, *SCALAR])
 def test_a_plan_is_found_by_every_field(field: str) -> None:
+    if GPU and field == "alignment":
+        pytest.skip("a launch that assumes another alignment is a fault of the device, which ends the process' context")
     x, scale, around = PLANS[field]
     run, lacking = forward_of("softmax", launcher()), forward_of("softmax", launcher())
     run.kinds, lacking.kinds = Cache((), REPLAYED, None), Cache((), REPLAYED, field)

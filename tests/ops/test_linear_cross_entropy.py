@@ -264,4 +264,5 @@ def test_the_gradient_at_a_sure_target_is_what_is_left_of_1(backend: str) -> Non
     (got,) = torch.autograd.grad(loss, hidden)
     exact = hidden.detach().double().requires_grad_()
     (want,) = torch.autograd.grad(torch.nn.functional.cross_entropy(exact @ weight.double().T, targets), exact)
-    assert ((got.double() - want).norm(dim=-1) <= 4e-3 * want.norm(dim=-1)).all()
+    subnormal = 40 * 2**-25  # the gradients of 40 logits are in fp16, whose smallest step is 2^-24
+    assert ((got.double() - want).norm(dim=-1) <= 4e-3 * want.norm(dim=-1) + subnormal).all()

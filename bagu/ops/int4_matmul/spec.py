@@ -78,6 +78,13 @@ def check_values(args: Mapping[str, Any], dims: Dims) -> None:
         )
 
 
+def unsupported(args: Mapping[str, Any]) -> str | None:
+    """The reason that the kernel cannot run a call."""
+    if args["x"].is_cuda and args["x"].dtype == torch.float64:
+        return "Triton compiles no product of fp64 whose second operand is in registers"
+    return None
+
+
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     lead, N, K = case.get("lead", (case.get("M", 1),)), case["N"], case["K"]
     G = num_groups(K)
@@ -109,6 +116,7 @@ SPEC = OpSpec(
     cost=cost,
     refuse=refuse,
     check_values=check_values,
+    unsupported=unsupported,
     ulps=1,
     independent=("M", "N"),
     peers=True,
