@@ -8,7 +8,6 @@ sandbox after every stage. Size and steps are chosen for the available time (`de
 
 from __future__ import annotations
 
-import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -43,7 +42,9 @@ from bagu.train.cross_entropy import CrossEntropy
 PROMPTS = ("def ", "import os\n", "class ")
 MINUTES = 5.0  # default
 PAIRS, QUESTIONS = 1000, 3000  # of preferences and of reinforcement
-FIRST_SHARE = 8  # the first 1/FIRST_SHARE of the pretraining steps runs before the pace is measured
+# Shares of the pretraining steps after which the pace is measured and their number adjusted. The second is before the
+# cooldown: on a machine whose speed changes, pretraining otherwise takes the time of the later stages.
+REVISIONS = (1 / 8, 3 / 8)
 
 
 def demo(
@@ -183,19 +184,23 @@ def _pretrain(
     run = size.pretrain()
     if plan is None:
         return size, go(run), None
-    first = max(1, size.pretrain_steps // FIRST_SHARE)
-    pace = _pace(go(run, pause_after=first), clock)
-    size = revised(plan, first, pace, fill=clock.fill)
-    return size, go(replace(run, train=replace(run.train, steps=size.pretrain_steps)), resume=True), pace
+    pace, done = None, 0
+    for share in REVISIONS:
+        done = max(done + 1, int(share * size.pretrain_steps))
+        pace = _pace(go(run, pause_after=done, resume=pace is not None), clock, pace)
+        size = revised(replace(plan, size=size), done, pace, fill=clock.fill)
+        run = replace(run, train=replace(run.train, steps=size.pretrain_steps))
+    return size, go(run, resume=True), pace
 
 
-def _pace(begun: Trained, clock: Clock) -> Pace:
-    """The measured pace of the first steps of a run. It is a median, because the very first steps are warm-up."""
+def _pace(begun: Trained, clock: Clock, before: Pace | None) -> Pace:
+    """The measured pace of a run: a mean over time, which counts slow spells; the first step is warm-up."""
     rows = begun.folder.metrics()
+    timed = rows[1:] or rows
     return Pace(
-        tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
+        tokens_per_s=sum(r["tokens"] for r in timed) / sum(r["tokens"] / r["tokens_per_s"] for r in timed),
         left_s=clock.left(),
-        prepared_s=clock.spent() - sum(row["tokens"] / row["tokens_per_s"] for row in rows),
+        prepared_s=before.prepared_s if before else clock.spent() - sum(r["tokens"] / r["tokens_per_s"] for r in rows),
         held_out_tokens=begun.data.sources[STDLIB].validation_tokens,
     )
 

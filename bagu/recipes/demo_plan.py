@@ -2,11 +2,11 @@
 
     1. `measured`    the pace of each size that may be fast enough, the largest first, until one sees enough tokens
     2. `Plan.of`     size and steps from these rates; both are in the run's config before its first step
-    3. `revised`     after the first eighth of pretraining, the number of steps that fits the real pace
+    3. `revised`     after an eighth and three eighths of pretraining, the number of steps that fits the real pace
     4. `sft_steps`, `dpo_steps`, `rl_steps`   before each later stage, the number of steps that fits what is left
 
 The warm-up of the learning rate has a number of steps that is fixed in 2, and the rate stays at its peak for the first
-half of a run. So a run whose number of steps changes after an eighth has made the same updates as a run with the new
+half of a run. So a run whose number of steps changes before has made the same updates as a run with the new
 number from the start: running the final config again gives the same model.
 """
 

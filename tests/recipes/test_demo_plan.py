@@ -17,7 +17,7 @@ from bagu.train.schedule import factor
 
 LARGE, MEDIUM, SMALL, TINY = CPU_SIZES
 ARM = {"large": 1_250.0, "medium": 2_800.0, "small": 6_500.0, "tiny": 20_000.0}  # tokens/s, two Neoverse-N1 cores
-XEON = {"large": 8_400.0, "medium": 18_000.0, "small": 34_000.0, "tiny": 90_000.0}
+XEON = {"large": 12_600.0, "medium": 27_000.0, "small": 51_000.0, "tiny": 135_000.0}  # two cores with AMX
 
 
 def rates(by_name: dict[str, float]) -> list[Rate]:
@@ -25,7 +25,7 @@ def rates(by_name: dict[str, float]) -> list[Rate]:
 
 
 @pytest.mark.parametrize(
-    ("machine", "chosen"), [(ARM, "small"), ({n: 3.2 * r for n, r in ARM.items()}, "medium"), (XEON, "large")]
+    ("machine", "chosen"), [(ARM, "small"), ({n: 4.0 * r for n, r in ARM.items()}, "medium"), (XEON, "large")]
 )
 def test_a_slower_machine_gets_a_smaller_model_and_the_time_is_kept(machine: dict[str, float], chosen: str) -> None:
     plan = Plan.of(rates(machine), 300.0, fill=False)
@@ -34,11 +34,11 @@ def test_a_slower_machine_gets_a_smaller_model_and_the_time_is_kept(machine: dic
     assert f"{chosen} trains at {machine[chosen]:,.0f} tokens/s" in plan.reason
 
 
-@pytest.mark.parametrize("share", [0.12, 0.05, 0.03])
+@pytest.mark.parametrize("share", [0.2, 0.05, 0.03])
 def test_a_starved_machine_keeps_its_time_too(share: float) -> None:
     """One that gives the demo a tenth of its cores or less, where 40 steps of the small model took minutes too long."""
     plan = Plan.of(rates({n: share * r for n, r in ARM.items()}), 300.0, fill=False)
-    assert plan.seconds <= 300.0 and plan.size.name == ("small" if share == 0.12 else "tiny")
+    assert plan.seconds <= 300.0 and plan.size.name == ("small" if share == 0.2 else "tiny")
     done = max(1, plan.size.pretrain_steps // 8)
     at = pace(plan.rate.tokens_per_s, 300.0 - 22 - done * plan.size.tokens_per_step / plan.rate.tokens_per_s)
     assert finish(revised(plan, done, at, fill=False), done, at) <= 1.1 * at.left_s
@@ -120,7 +120,7 @@ def test_the_later_stages_shrink_with_the_time(machine: dict[str, float], budget
     step_s, evaluation_s, slow = size.tokens_per_step / rate, 9.0, 1.3  # later stages are slower than estimated
     answer_s = 3 * size.rl_tokens / rate
     spent = 22 + (size.pretrain_steps * 1.08 * step_s) + 57_000 / rate
-    assert spent > 0.5 * (budget_s - 22 - 37 - EVALUATIONS * evaluation_s)  # pretraining keeps most of the time
+    assert spent > 0.4 * (budget_s - 22 - 37 - EVALUATIONS * evaluation_s)  # pretraining keeps its part of the time
     for number, field, fits in ((1, "sft_steps", sft_steps), (2, "dpo_steps", dpo_steps), (3, "rl_steps", rl_steps)):
         spent += evaluation_s
         at = replace(pace(rate, budget_s - spent), evaluation_s=evaluation_s)
