@@ -14,6 +14,7 @@ from typer import Option
 from bagu import __version__
 from bagu.cli import models, serve
 from bagu.cli.bench import bench
+from bagu.cli.book import book
 from bagu.cli.drill import drill
 from bagu.cli.help import SECTIONS, Verbs
 from bagu.cli.lab import lab
@@ -94,6 +95,7 @@ for verb in (serve.serve, serve.chat):
 app.add_typer(process, name="process", rich_help_panel=USE)
 app.add_typer(lab, name="lab", rich_help_panel=LEARN)
 app.add_typer(drill, name="drill", rich_help_panel=LEARN)
+app.command(section=LEARN)(book)
 app.add_typer(ops, name="ops", rich_help_panel=LEARN)
 app.add_typer(plans, name="plan", rich_help_panel=LEARN)
 app.add_typer(bench, name="bench", rich_help_panel=MEASURE)

@@ -27,6 +27,8 @@ from bagu.lab.rows import where as where
 SCHEMA = "bagu.lab/1"
 
 Kind = Literal["held", "did not hold", "holds only where", "not decided"]
+CLASS = {"held": "held", "did not hold": "not", "holds only where": "only", "not decided": "open"}  # in style sheets
+WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "只在某些条件下成立", "not decided": "未定"}
 T = TypeVar("T")
 
 

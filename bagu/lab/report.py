@@ -4,7 +4,6 @@ The page is self-contained (CSS and SVG inside, no script, no request) and suppo
 result is escaped; the SVG is the plot of the run, recoloured for the page.
 """
 
-import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -13,15 +12,12 @@ from pathlib import Path
 from bagu.config import write_atomic
 from bagu.errors import BaguError
 from bagu.lab import catalogue
-from bagu.lab.core import Result, Row
+from bagu.lab.core import CLASS, WORD_ZH, Result, Row
 from bagu.lab.draw import FILES
-from bagu.lab.plot import FAINT, INK
 from bagu.lab.run import loaded
+from bagu.lab.svg import inline
 from bagu.machine.device import this_machine
 from bagu.runs.html import facts, grid
-
-CLASS = {"held": "held", "did not hold": "not", "holds only where": "only", "not decided": "open"}
-WORD_ZH = {"held": "成立", "did not hold": "不成立", "holds only where": "只在某些条件下成立", "not decided": "未定"}
 
 
 def write_report(out: Path) -> Path:
@@ -119,15 +115,6 @@ def figure(result: Result, folder: Path) -> str:
     if not path.exists():
         return '<p class="soft">No plot was drawn in this run: install bagu[plot] and run the lab again.</p>'
     return f"<figure>{inline(path.read_text(encoding='utf-8'), prefix=result.lab.name)}</figure>"
-
-
-def inline(svg: str, *, prefix: str) -> str:
-    """The <svg> element with unique ids (a page has many plots) and the colours of the page."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
-    return svg.replace(INK, "var(--plot-ink)").replace(FAINT, "var(--plot-faint)")
 
 
 def table(rows: Sequence[Row]) -> str:

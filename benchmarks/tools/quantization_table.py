@@ -1,6 +1,6 @@
 """The tables of docs/quantization.md: errors and speeds from the recorded results of two labs.
 
-A result.json of `bagu lab run quantization_error` or `int8_matmul` is kept as benchmarks/results/labs/LAB/MACHINE.json.
+`bagu lab run quantization_error int8_matmul --out benchmarks/results/labs` keeps a result.json of each.
 Errors are those of the latest record, because they do not depend on the machine; speeds are shown for every machine.
 """
 

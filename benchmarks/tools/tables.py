@@ -249,7 +249,7 @@ def _texts(root: Path) -> dict[str, dict[str, str]]:
     )
 
     def recorded(where: str) -> list[Any]:
-        return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(results.glob(f"{where}/*.json"))]
+        return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(results.glob(where))]
 
     texts = {
         name: {
@@ -260,8 +260,8 @@ def _texts(root: Path) -> dict[str, dict[str, str]]:
         }
         for name, (words, every) in FILES.items()
     }
-    quality = [row for found in recorded("formats") for row in found["rows"]]
-    labs = {lab: recorded(f"labs/{lab}") for lab in quantization_table.LABS}
+    quality = [row for found in recorded("formats/*.json") for row in found["rows"]]
+    labs = {lab: recorded(f"labs/*/{lab}/result.json") for lab in quantization_table.LABS}
     shipped = Store(root / "bagu/ops/tuning/shipped.jsonl").records()
     return texts | {
         "docs/parallel/data_parallel.md": {"parallel": parallel_table.render(parallel)},
