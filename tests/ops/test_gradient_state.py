@@ -50,10 +50,18 @@ def test_an_op_without_gradients_has_none_when_compiled() -> None:
     assert not compiled(x).requires_grad
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("equal", [1, 2, 7])
-def test_cross_entropy_of_huge_logits_that_are_equal(equal: int) -> None:
-    """lse = 1e30 + log(7) is 1e30 in fp32: the loss must not be the difference of lse and the target's logit."""
+def test_cross_entropy_of_huge_logits_that_are_equal(equal: int, backend: str) -> None:
+    """lse = 1e30 + log(7) is 1e30 in fp32: neither the loss nor the gradient may be a difference from lse."""
     logits = torch.full((4, 40), -1e30, device=DEVICE)
     logits[:, :equal] = 1e30
-    losses = ops.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), backend="triton")
+    logits.requires_grad_()
+    losses = ops.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device=DEVICE), backend=backend)
     torch.testing.assert_close(losses, torch.full_like(losses, equal).log())
+    losses.sum().backward()
+    expected = torch.zeros(4, 40, device=DEVICE)
+    expected[:, :equal] = 1 / equal
+    expected[:, 0] -= 1
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, expected)

@@ -93,7 +93,7 @@ def _score_host(values: Sequence[Any]) -> Results:
     target_logit = torch.empty(logits.shape[0], dtype=logits.dtype, device=logits.device)
     lse = torch.empty_like(target_logit)
     rows = CrossEntropy(logits, targets, ignore_index, label_smoothing=0.0, z_loss=0.0)
-    reduce_rows(rows, target_logit, lse, loss=False, splits=splits)
+    reduce_rows(rows, target_logit, lse, splits=splits)
     return target_logit, lse
 
 
