@@ -60,6 +60,19 @@ CHECKS: dict[str, Callable[[Sequence[Row]], None]] = {  # of the rows of one lab
     "tensor_parallel": test_tensor_parallel_lab.check_rows,
     "zero_stages": test_parallel_labs.check_zero_rows,
 }
+# Labs of 5 to 9 s of CPU time, which run in `make test-full`, and the tests that run what they measure in `make test`.
+LONG = {
+    "attention_kinds": "test_lab_attention_kinds.py, nn/test_model.py",
+    "dpo_reward_model": "test_dpo_reward_model.py, recipes/test_dpo.py, recipes/test_reward_model.py",
+    "mixing_forgetting": "test_mixing_forgetting.py, data/test_mix.py; contamination trains the same way",
+    "optimizers": "test_optimizers_lab.py, train/test_optim.py",
+    "pipeline_bubbles": "test_pipeline_bubbles_lab.py, parallel/test_pipeline.py",
+    "positions": "test_lab_positions.py",
+    "ppo_grpo": "test_ppo_grpo.py, recipes/test_ppo.py; reward_hacking trains the same way",
+    "quantization_quality": "test_quantization_quality.py, serve/test_quantize.py; quantization_error",
+    "recomputation": "test_parallel_labs.py, train/test_step.py",
+    "zero_stages": "test_parallel_labs.py, parallel/test_traffic.py, parallel/test_equality.py",
+}
 QUICKEST = ["batch_latency", "safe_softmax", "tensor_parallel"]
 
 
@@ -78,9 +91,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def runnable() -> list[str]:
+def runnable() -> list[Any]:
     """The labs that run on this machine."""
-    return [name for name in catalogue.names() if torch.cuda.is_available() or not catalogue.load(name).needs_gpu]
+    names = [name for name in catalogue.names() if torch.cuda.is_available() or not catalogue.load(name).needs_gpu]
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [], id=name) for name in names]
 
 
 def check_pair(name: str, en: str, zh: str) -> None:

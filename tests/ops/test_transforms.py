@@ -165,12 +165,16 @@ def test_a_kernel_has_no_transforms_and_says_so() -> None:
         bagu.ops.rms_norm(forward_ad.make_dual(x, x), w, backend="triton")
 
 
+# ops whose torch backends join those of other ops, which are traced with symbolic sizes: 2 to 4 s each
+JOINED = {"encoder_layer", "mla_attention", "rope_kv_write", "self_attention"}
+
+
 @pytest.mark.parametrize("spec", ALL)
 def test_make_fx_and_fake_tensors_pass(spec: OpSpec) -> None:
     args = arguments(spec, torch.float32)
     names = [t.name for t in spec.sig.tensors if args[t.name] is not None]
     run = lambda *v: call(spec, "torch", **args | dict(zip(names, v, strict=True)))  # noqa: E731
-    for mode in ("fake", "symbolic"):
+    for mode in ("fake",) if spec.name in JOINED else ("fake", "symbolic"):
         graph = make_fx(run, tracing_mode=mode)(*(args[n] for n in names))
         assert len(graph.graph.nodes) > len(names)
     with FakeTensorMode() as fakes:

@@ -22,7 +22,7 @@ def test_a_segment_longer_than_max_len_is_refused_where_the_sizes_fit() -> None:
         ops.attention(*segments())
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])  # 12 s; rope's is 2 s
 def test_a_compiled_graph_refuses_it_too(backend: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="longer than max_len"):

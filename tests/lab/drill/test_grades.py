@@ -14,7 +14,8 @@ from bagu.lab.drill.diagnose import CAUSES
 from bagu.lab.drill.grade import grade
 
 SOLUTIONS = [(name, level) for name, d in written().items() for level in d.solutions]
-SAMPLE = [(n, lv) for n, lv in SOLUTIONS if lv != "triton" or n == "softmax"]
+# flash_attention's takes 10 s; a planted answer of it is graded, and its memory in test_cheats.py
+SAMPLE = [(n, lv) for n, lv in SOLUTIONS if n == "softmax" or (lv != "triton" and n != "flash_attention")]
 PLANTED = [(name, p) for name, d in written().items() for p in d.planted]
 ONE_EACH = [(name, next(p for p in d.planted if p.level != "triton")) for name, d in written().items()]
 
