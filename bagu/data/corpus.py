@@ -28,10 +28,12 @@ PARTS: tuple[Part, Part] = ("train", "validation")
 class SourceConfig:
     """Where data comes from: "stdlib", or a file or folder of text, JSON lines, .json lists or Parquet.
 
-    `field` is the JSON key or Parquet column that holds the text, `glob` selects files of a folder. Objectives that
-    read chats take JSON or Parquet in the form of messages, ShareGPT, Alpaca or TRL; from "stdlib" they make pairs of a
-    docstring and its function, with answers of at most `max_bytes`. Each function of the training files comes again in
-    `renamed` copies under random names, from which a small model learns to copy the asked name (renamed.py).
+    Of a folder every text file is read, whatever its name; binary and hidden files are left out, and the run says so.
+    UTF-16 and GB18030 are recognised. `field` is the JSON key or Parquet column that holds the text, `glob` selects
+    files of a folder. Objectives that read chats take JSON or Parquet in the form of messages, ShareGPT, Alpaca or TRL;
+    from "stdlib" they make pairs of a docstring and its function, with answers of at most `max_bytes`. Each function of
+    the training files comes again in `renamed` copies under random names, from which a small model learns to copy the
+    asked name (renamed.py).
     """
 
     path: str = STDLIB

@@ -114,6 +114,24 @@ def not_utf8(place: Path | str, error: UnicodeDecodeError, at: int = 0) -> BaguE
     return BaguError(f"{place} is not UTF-8: {error.reason} at byte {at + error.start}", hint=hint)
 
 
+def as_utf8(id: str, read: Read, size: int, encoding: str, place: str) -> LongDocument:
+    """A long text in another encoding, copied to a scratch file as UTF-8."""
+    decoder, file, lock = codecs.getincrementaldecoder(encoding)(), scratch_file(), threading.Lock()
+    for at in range(0, size, READ):
+        try:
+            file.write(decoder.decode(read(at, READ), at + READ >= size).encode())
+        except UnicodeDecodeError as error:
+            hint = "correct those bytes, or leave it out"
+            raise BaguError(f"{place} begins as {encoding}: {error.reason} near byte {at:,}", hint=hint) from error
+
+    def piece(at: int, length: int) -> bytes:
+        with lock:
+            file.seek(at)
+            return file.read(length)
+
+    return LongDocument(id=id, read=piece, start=0, end=file.tell(), place=place)
+
+
 AnyDocument = Document | LongDocument
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bagu.data.encoding import recognise
 from bagu.errors import BaguError
 
 
@@ -91,7 +92,10 @@ def _parsed(place: str, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, or an integer of thousands of digits
-        raise BaguError(f"{place}: not JSON: {error}", hint="correct or delete that line") from error
+        content = recognise(data, complete=False)
+        told = content not in ("utf-8", "unknown")
+        hint = f"the file looks like {content}; write it as UTF-8" if told else "correct or delete that line"
+        raise BaguError(f"{place}: not JSON: {error}", hint=hint) from error
     except RecursionError as error:
         raise BaguError(f"{place}: the JSON is nested too deeply", hint="correct or delete that line") from error
 

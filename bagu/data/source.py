@@ -5,17 +5,20 @@ document without text is skipped, since it has no targets. A file that cannot be
 is an error: a corpus that is silently smaller than expected costs more than a failure.
 """
 
+import codecs
 import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from bagu.data.document import LONG, AnyDocument, Document, LongDocument, not_utf8
+from bagu.data.document import LONG, AnyDocument, Document, LongDocument, as_utf8, not_utf8
+from bagu.data.encoding import HEAD, Encoding, binary_format, recognise
+from bagu.data.folder import Files, is_documentation, kind_of, look
 from bagu.data.json_rows import json_rows
 from bagu.errors import BaguError
 
@@ -39,6 +42,11 @@ class Conversation:
 
 
 class Source(Protocol):
+    @property
+    def note(self) -> str:
+        """What a reader should know about the files, such as those that are left out; "" if there is nothing."""
+        ...
+
     def documents(self) -> Iterator[AnyDocument]: ...
 
     def describe(self) -> dict[str, Any]:
@@ -47,51 +55,87 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """A text file, or the files in a folder that match `glob`; each file is one document, UTF-8, unchanged."""
+class FileSource:
+    """A file, or files of a folder: those that match `glob`, or by default those of the source's kind. `found` is what
+    is in the folder, if it was looked at already."""
 
     path: Path
-    glob: str = "**/*.txt"
+    glob: str | None = None
+    found: Files | None = field(default=None, repr=False, compare=False)
+    name: ClassVar[str]  # in the facts about a corpus
+    pattern: ClassVar[str]  # of its file names, for messages
+
+    def files(self) -> list[tuple[str, Path]]:
+        """(relative name, path) of the files, sorted by name."""
+        if self.glob is not None or not self.path.is_dir():
+            return list_files(self.path, self.glob or "**/*")
+        found = look(self.path) if self.found is None else self.found
+        return sorted((_name(file.relative_to(self.path).as_posix()), file) for file in self._own(found))
+
+    @property
+    def note(self) -> str:
+        """What of a folder is left out, and how many files are decoded from another encoding than UTF-8."""
+        if self.glob is not None or not self.path.is_dir():
+            return ""
+        found = look(self.path) if self.found is None else self.found
+        return found.note(self._own(found))
+
+    def _own(self, found: Files) -> Sequence[Path]:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        return describe_files(self.name, written(self.files()))
+
+
+@dataclass(frozen=True)
+class TextSource(FileSource):
+    """A text file, or the text files of a folder (Markdown, source code, ...); each file is one document.
+
+    UTF-8 is unchanged but for a byte-order mark. UTF-16, UTF-32 and GB18030 are recognised and decoded (encoding.py).
+    """
+
+    name: ClassVar[str] = "text"
+    pattern: ClassVar[str] = "**/*.txt"
 
     def documents(self) -> Iterator[AnyDocument]:
-        files = written(list_files(self.path, self.glob))
+        files = written(self.files())
         return non_empty((_document(name, file) for name, file in files if size_of(file)), self.path)
 
-    def describe(self) -> dict[str, Any]:
-        return describe_files("text", written(list_files(self.path, self.glob)))
+    def _own(self, found: Files) -> Sequence[Path]:
+        if not found.text:
+            raise _nothing(self.path, "is a text file")
+        return found.text
 
 
 @dataclass(frozen=True)
-class JsonlSource:
+class JsonlSource(FileSource):
     """JSON lines or a .json list of objects (also `.gz`), in a file or a folder; `field` of each is a document."""
 
-    path: Path
     field: str = "text"
-    glob: str = "**/*.jsonl*"
+    name: ClassVar[str] = "jsonl"
+    pattern: ClassVar[str] = "**/*.jsonl*"
 
     def documents(self) -> Iterator[Document]:
-        rows = json_rows(written(list_files(self.path, self.glob)))
-        texts = ((row.id, row.text(self.field)) for row in rows)
+        texts = ((row.id, row.text(self.field)) for row in json_rows(written(self.files())))
         return non_empty((Document(id=id, text=text) for id, text in texts if text), self.path)
 
-    def describe(self) -> dict[str, Any]:
-        return describe_files("jsonl", written(list_files(self.path, self.glob)))
+    def _own(self, found: Files) -> Sequence[Path]:
+        return found.json_lines or found.json
 
 
 @dataclass(frozen=True)
-class ParquetSource:
+class ParquetSource(FileSource):
     """Parquet, in a file or a folder, read in batches; each value of `column` is one document."""
 
-    path: Path
     column: str = "text"
-    glob: str = "**/*.parquet"
+    name: ClassVar[str] = "parquet"
+    pattern: ClassVar[str] = "**/*.parquet"
 
     def documents(self) -> Iterator[Document]:
-        files = list_files(self.path, self.glob)
-        return non_empty((d for name, file in files for d in self._rows(name, file)), self.path)
+        return non_empty((d for name, file in self.files() for d in self._rows(name, file)), self.path)
 
-    def describe(self) -> dict[str, Any]:
-        return describe_files("parquet", list_files(self.path, self.glob))
+    def _own(self, found: Files) -> Sequence[Path]:
+        return found.parquet
 
     def _rows(self, name: str, path: Path) -> Iterator[Document]:
         with parquet_file(path) as file:
@@ -121,44 +165,41 @@ def parquet_file(path: Path) -> Iterator[Any]:
 
 
 Kind = type[ParquetSource] | type[JsonlSource] | type[TextSource]
+KINDS: dict[str, Kind] = {"parquet": ParquetSource, "json_lines": JsonlSource, "json": JsonlSource, "text": TextSource}
 
 
 def open_source(path: Path, glob: str | None = None) -> ParquetSource | JsonlSource | TextSource:
     """The source for a path, chosen by file names: Parquet, JSON, or text.
 
-    For a folder, the files that match `glob`; without `glob`, the files of the three kinds. Files of two kinds are
-    refused: a source reads one kind and would silently skip the others. A .json file is data if it is given directly,
-    matches `glob`, or if the folder has no other data. Beside other files it is taken for metadata, as in Hugging Face
-    datasets.
+    For a folder, the files that match `glob`; without `glob`, all its files of a kind. Rows beside .txt files, or rows
+    of two kinds, are refused: a source reads one kind. Other text beside rows is left out, as the README of a dataset,
+    and the source's `note` says so. A .json file is data if it is given directly, matches `glob`, or if the folder has
+    no other data. Beside other files it is taken for metadata, as in Hugging Face datasets.
     """
     if not path.is_dir():
-        return (JsonlSource if is_json(path) else kind_of(path) or TextSource)(path)
-    other = None if glob is None else TextSource  # other file names are text if glob asks for them
-    files = _matching(path, glob or "**/*")
-    found = {JsonlSource if glob and is_json(file) else kind_of(file) or other for file in files}
-    if glob is None and found <= {None} and any(map(is_json, files)):
-        return JsonlSource(path, glob="**/*.json*")
-    kinds = sorted((kind for kind in found if kind is not None), key=lambda kind: kind.glob)
-    if len(kinds) > 1:
-        raise BaguError(
-            f"{path} holds files of {len(kinds)} kinds: {', '.join(kind.glob for kind in kinds)}",
-            hint="give the files or sub-folders one by one, or select files in a run with "
-            f"--set sources.NAME.glob='{kinds[-1].glob}'",
-        )
-    kind = kinds[0] if kinds else TextSource
-    return kind(path) if glob is None else kind(path, glob=glob)
+        return KINDS[kind_of(path.name)](path)
+    if glob is not None:
+        kinds = {KINDS[kind_of(file.name)] for file in _matching(path, glob)} or {TextSource}
+        return _only(path, kinds)(path, glob=glob)
+    found = look(path)
+    rows: set[Kind] = {
+        kind for kind, files in ((ParquetSource, found.parquet), (JsonlSource, found.json_lines)) if files
+    }
+    texts = any(file.suffix == ".txt" for file in found.text)
+    if not rows and found.json and all(map(is_documentation, found.text)):
+        rows = {JsonlSource}
+    return _only(path, rows | ({TextSource} if texts or not rows else set()))(path, found=found)
 
 
-def is_json(file: Path) -> bool:
-    return file.name.removesuffix(".gz").endswith(".json")
-
-
-def kind_of(file: Path) -> Kind | None:
-    """The kind of source that reads files with this name."""
-    if file.name.removesuffix(".gz").endswith(".ndjson"):  # another name of JSON lines
-        return JsonlSource
-    kinds: tuple[Kind, ...] = (ParquetSource, JsonlSource, TextSource)
-    return next((kind for kind in kinds if file.match(Path(kind.glob).name)), None)
+def _only(path: Path, kinds: set[Kind]) -> Kind:
+    if len(kinds) == 1:
+        return kinds.pop()
+    patterns = sorted(kind.pattern for kind in kinds)
+    raise BaguError(
+        f"{path} holds files of {len(patterns)} kinds: {', '.join(patterns)}",
+        hint="give the files or sub-folders one by one, or select files in a run with "
+        f"--set sources.NAME.glob='{patterns[-1]}'",
+    )
 
 
 def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
@@ -170,11 +211,13 @@ def list_files(path: Path, glob: str) -> list[tuple[str, Path]]:
         raise BaguError(f"there is no file or folder {path}", hint="check the path and the working folder")
     found = sorted((_name(file.relative_to(path).as_posix()), file) for file in _matching(path, glob))
     if not found:
-        raise BaguError(
-            f"no file under {path} matches {glob!r}",
-            hint="give the files by name, or select them in a run with --set sources.NAME.glob='**/*.md'",
-        )
+        raise _nothing(path, f"matches {glob!r}")
     return found
+
+
+def _nothing(path: Path, what: str) -> BaguError:
+    hint = "give the files by name, or select them in a run with --set sources.NAME.glob='**/*.md'"
+    return BaguError(f"no file under {path} {what}", hint=hint)
 
 
 def _matching(folder: Path, glob: str) -> list[Path]:
@@ -200,10 +243,23 @@ def read(path: Path) -> bytes:
 
 
 def decode(path: Path, data: bytes) -> str:
+    return data.decode(_encoding(path, data, complete=True))
+
+
+def _encoding(path: Path, data: bytes, *, complete: bool) -> Encoding:
+    """The encoding of a file that starts with `data`."""
+    content = recognise(data, complete=complete)
+    if content == "binary":
+        format = binary_format(data)
+        known = f" ({format})" if format else ""
+        raise BaguError(f"{path} is a binary file{known}, not text", hint="convert it to text, or leave it out")
+    if content != "unknown":
+        return content
     try:
-        return data.decode("utf-8")
+        data.decode()
     except UnicodeDecodeError as error:
         raise not_utf8(path, error) from error
+    raise AssertionError("what can be decoded as UTF-8 is not unknown")
 
 
 def _document(name: str, path: Path) -> AnyDocument:
@@ -217,7 +273,11 @@ def _document(name: str, path: Path) -> AnyDocument:
             file.seek(at)
             return file.read(length)
 
-    return LongDocument(id=name, read=piece, start=0, end=size, place=str(path))
+    encoding = _encoding(path, piece(0, HEAD), complete=False)
+    if encoding not in ("utf-8", "utf-8-sig"):
+        return as_utf8(name, piece, size, encoding, str(path))
+    start = len(codecs.BOM_UTF8) if encoding == "utf-8-sig" else 0
+    return LongDocument(id=name, read=piece, start=start, end=size, place=str(path))
 
 
 def written(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:

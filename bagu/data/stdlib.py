@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bagu.data.document import AnyDocument, Document
 from bagu.data.source import Conversation, describe_files, non_empty, read
@@ -38,6 +38,7 @@ class StdlibSource:
 
     root: Path | None = None
     include_tests: bool = False
+    note: ClassVar[str] = ""
 
     def documents(self) -> Iterator[Document]:
         texts = ((name, decoded(read(path))) for name, path in self.files())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.data.json_rows import Row, json_rows
-from bagu.data.source import ParquetSource, TextSource, describe_files, list_files, non_empty, open_source, parquet_file
+from bagu.data.source import ParquetSource, TextSource, describe_files, non_empty, open_source, parquet_file
 from bagu.errors import BaguError
 
 
@@ -29,7 +29,7 @@ class TableSource:
 
     def _found(self) -> tuple[type, list[tuple[str, Path]]]:
         source = open_source(self.path, self.glob)
-        files = list_files(source.path, source.glob)
+        files = source.files()
         if isinstance(source, TextSource):
             raise BaguError(f"{files[0][1]} is not JSON or Parquet", hint="give .jsonl, .json or .parquet files")
         return type(source), files

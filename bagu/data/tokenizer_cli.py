@@ -89,6 +89,8 @@ def _texts(path: Path | None, max_mb: float) -> list[str]:
     if not 0 < max_mb < float("inf"):
         raise BaguError(f"--max-mb is {max_mb}", hint="give a number above 0; 64 is common")
     source: Source = StdlibSource() if path is None else open_source(path)
+    if source.note:
+        Console(stderr=True).print(source.note, highlight=False, markup=False, soft_wrap=True)
     total = source.describe()["bytes"]  # on disk: in a compressed corpus the sample favours the first files
     texts = list(sample(source.documents(), max_bytes=int(max_mb * MB), total_bytes=total))
     if not texts:

@@ -23,9 +23,10 @@ def test_text_files_are_sorted_and_unchanged(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", "two\r\n\ttabs\x00 and more\n")
     write(tmp_path / "a" / "z.txt", "één")
     write(tmp_path / "empty.txt", "")
-    write(tmp_path / "not.md", "other")
+    write(tmp_path / "c.md", "\ufeff# marked")  # a byte-order mark is no text
     found = {d.id: d.text for d in TextSource(tmp_path).documents()}
-    assert list(found.items()) == [("a/z.txt", "één"), ("b.txt", "two\r\n\ttabs\x00 and more\n")]
+    assert list(found.items()) == [("a/z.txt", "één"), ("b.txt", "two\r\n\ttabs\x00 and more\n"), ("c.md", "# marked")]
+    assert TextSource(tmp_path).note == ""
     assert TextSource(tmp_path).describe()["empty_files"] == 1
     assert [d.id for d in TextSource(tmp_path / "b.txt").documents()] == ["b.txt"]
 
@@ -166,7 +167,7 @@ def test_parquet_streams_rows_and_names_a_wrong_column(tmp_path: Path) -> None:
 def test_empty_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BaguError, match="there is no file or folder"):
         list(TextSource(tmp_path / "gone").documents())
-    with pytest.raises(BaguError, match="matches"):
+    with pytest.raises(BaguError, match=r"no file under .* is a text file"):
         list(TextSource(tmp_path).documents())
     empty = write(tmp_path / "empty.txt", "")
     with pytest.raises(BaguError, match="has no document with text"):
@@ -196,7 +197,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 def test_a_folder_of_two_kinds_needs_a_glob(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "plain")
     write(tmp_path / "readme.md", "marked down")
-    assert [d.text for d in open_source(tmp_path).documents()] == ["plain"]
+    assert [d.text for d in open_source(tmp_path).documents()] == ["plain", "marked down"]
     write(tmp_path / "deep" / "rows.jsonl", '{"text": "a row"}')
     with pytest.raises(BaguError, match=r"2 kinds: \*\*/\*\.jsonl\*, \*\*/\*\.txt") as caught:
         open_source(tmp_path)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from bagu.data.corpus import PARTS, Corpus, Part
+from bagu.data.corpus import PARTS, Corpus, Part, TextCorpus
 from bagu.data.loader import DataConfig, Loader, Transform, check_vocab, evaluation_batches
 from bagu.data.store import TokenStore
 from bagu.nn.model import Transformer
@@ -46,7 +46,7 @@ def token_data(
     return TrainingData(
         loader=loader if transform is None else loader.mapped(transform),
         held_out=held_out,
-        sources={name: _size(train[name], held[name]) for name in stores},
+        sources={name: _size(train[name], held[name], _note(corpora[name])) for name in stores},
         facts={
             name: {
                 **corpus.facts,
@@ -60,8 +60,13 @@ def token_data(
     )
 
 
-def _size(train: TokenStore, held: TokenStore) -> SourceSize:
+def _note(corpus: Corpus) -> str:
+    return corpus.source.note if isinstance(corpus, TextCorpus) else ""
+
+
+def _size(train: TokenStore, held: TokenStore, note: str) -> SourceSize:
     targets = train.num_tokens if train.loss_mask is None else int(train.loss_mask.sum(dtype="int64"))
     return SourceSize(
-        documents=train.num_documents, tokens=train.num_tokens, targets=targets, validation_tokens=held.num_tokens
-    )
+        documents=train.num_documents, tokens=train.num_tokens, targets=targets, validation_tokens=held.num_tokens,
+        note=note,
+    )  # fmt: skip
