@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
 from bagu.bench.options import BenchSetting
@@ -26,6 +26,7 @@ from bagu.errors import BaguError, UnknownName
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.environment import environment
 from bagu.machine.fast_dtype import compute_dtype
+from bagu.machine.terminal import Terminal
 from bagu.machine.timing import reset_device
 from bagu.runs.record import append_rows, record_file
 
@@ -74,7 +75,7 @@ class Rows:
         self.record = None if folder is None else record_file(folder)
         self.as_json, self.env = as_json, environment()
         self.all: list[Row] = []
-        self.console = Console(stderr=as_json, highlight=False)  # stdout has only the JSON
+        self.console = Terminal(stderr=as_json, highlight=False)  # stdout has only the JSON
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> list[Row]:
         made = [{**row, "env": self.env} for row in rows]

@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from bagu.bench.profile import profiled, report
 from bagu.bench.roofline import costs
@@ -17,6 +16,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.ceilings import measure_ceilings
 from bagu.machine.device import named_device, named_dtype
 from bagu.machine.fast_dtype import compute_dtype
+from bagu.machine.terminal import Terminal
 from bagu.nn.model import Transformer
 from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
@@ -46,7 +46,7 @@ def profile_op(name: str, out: Path, *, dtype: str | None, device: str | None, s
     found = profiled(step, where, steps=steps, trace=out / "trace.json")
     share = least * found.steps / found.seconds
     notes = [f"By the measured ceilings a step takes at least {duration(least)}, {share:.0%} of the measured time."]
-    report(found, Console(), out, f"{name} {shape_label(spec, args)}", notes)
+    report(found, Terminal(), out, f"{name} {shape_label(spec, args)}", notes)
 
 
 def profile_train(shape: str, out: Path, *, dtype: str | None, device: str | None, steps: int) -> None:
@@ -56,7 +56,7 @@ def profile_train(shape: str, out: Path, *, dtype: str | None, device: str | Non
     chosen = named_dtype(dtype) if dtype else compute_dtype(where)
     with bagu_step(SHAPES[shape], where, chosen, micro_batches=1, compiled=False, recompute="none") as step:
         found = profiled(step, where, steps=steps, trace=out / "trace.json")
-    report(found, Console(), out, f"a training step of {shape}")
+    report(found, Terminal(), out, f"a training step of {shape}")
 
 
 def profile_serve(
@@ -77,4 +77,4 @@ def profile_serve(
         for _ in range(4):  # the prompts
             engine.step()
         found = profiled(engine.step, engine.runner.device, steps=steps, trace=out / "trace.json")
-    report(found, Console(), out, f"decode steps of {name}, {streams} streams")
+    report(found, Terminal(), out, f"decode steps of {name}, {streams} streams")

@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from bagu.bench.selection import select
 from bagu.bench.sizing import dtype_named, input_bytes, shrink
@@ -25,6 +24,7 @@ from bagu.bench.tune_steps import Key, Step, Target, kind_of, space, steps, targ
 from bagu.errors import BackendError, BaguError
 from bagu.machine.device import driver_version, gpu
 from bagu.machine.environment import triton_version
+from bagu.machine.terminal import Terminal
 from bagu.machine.timing import Timing, flush_buffer, repeated_measure
 from bagu.ops.call.node import paired
 from bagu.ops.contract.core import Case, check
@@ -47,7 +47,7 @@ def main(
 
     Steps that have a result are skipped, unless `again`.
     """
-    console, store, kept = Console(highlight=False), store or user_store(), dtype_named(dtype or "bf16")
+    console, store, kept = Terminal(highlight=False), store or user_store(), dtype_named(dtype or "bf16")
     todo = targets(names, cases, shapes, kept)
     if not torch.cuda.is_available():
         raise BackendError(

@@ -12,6 +12,7 @@ from rich.console import Console
 from bagu.bench.harness import plain, shown
 from bagu.bench.tune_searches import Search, searches
 from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.terminal import Terminal
 from bagu.ops.catalogue import SPECS
 from bagu.ops.tuning.lookup import find
 from bagu.ops.tuning.missing import missing
@@ -21,7 +22,7 @@ from bagu.ops.tuning.store import Kind, Store, kind_fields, merge, shipped_store
 
 def show_missing(console: Console | None = None, *, as_json: bool = False) -> None:
     """The listed calls that still find no tuning."""
-    console = console or Console()
+    console = console or Terminal()
     known = winners(r for s in (shipped_store(), user_store()) for r in s.read("winner").records)
     found = [k for k in missing() if current(k) and find(k, known) is None]
     if as_json:
@@ -38,7 +39,7 @@ def show_missing(console: Console | None = None, *, as_json: bool = False) -> No
 
 def merge_stores(files: Sequence[Path], console: Console | None = None) -> None:
     """Add the records of `files` to the user's store."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Terminal(highlight=False, soft_wrap=True)
     for path in files:
         if not path.is_file():
             raise ArgumentError(f"there is no tuning store {path}", hint="give files that `bagu tune ops` wrote")
@@ -60,7 +61,7 @@ def show_report(names: Sequence[str] = (), console: Console | None = None, *, as
     for name in names:
         if name not in SPECS:
             raise UnknownName.among("op", name, SPECS)
-    console = console or Console(highlight=False)
+    console = console or Terminal(highlight=False)
     contents = [store.read() for store in (shipped_store(), user_store())]
     found = [s for s in searches(r for c in contents for r in c.records) if not names or s.winner.kind.op in names]
     if as_json:

@@ -26,11 +26,10 @@ def lab_list(
       bagu lab list
       bagu lab list --theme serve --long
     """
-    from rich.console import Console
-
     from bagu.lab.listing import list_labs
+    from bagu.machine.terminal import Terminal
 
-    list_labs(Console(highlight=False), theme=theme, long=long, missing=out if missing else None)
+    list_labs(Terminal(highlight=False), theme=theme, long=long, missing=out if missing else None)
 
 
 @lab.command("run")

@@ -20,11 +20,10 @@ def ops_list() -> None:
       bagu ops list
     """
     with collector_paused():
-        from rich.console import Console
-
         from bagu.bench import show
+        from bagu.machine.terminal import Terminal
 
-        show.list_ops(Console())
+        show.list_ops(Terminal())
 
 
 @ops.command("show")
@@ -51,16 +50,15 @@ def ops_show(
       bagu ops show rms_norm --sizes M=4096,N=4096
       bagu ops show softmax --kernel --arch sm_90
     """
-    from rich.console import Console
-
     from bagu.bench import show
+    from bagu.machine.terminal import Terminal
 
     if kernel or diff:
         show.show_op_kernels(
-            name, Console(), out or Path("kernels") / name, size=sizes, dtype=dtype, arch=arch, config=config,
+            name, Terminal(), out or Path("kernels") / name, size=sizes, dtype=dtype, arch=arch, config=config,
             diff=diff, as_json=as_json,
         )  # fmt: skip
     else:
         if config or out is not None:
             raise ArgumentError("--config and --out describe kernels", hint="add --kernel")
-        show.show_op(name, Console(), size=sizes, dtype=dtype, as_json=as_json, measure=measure)
+        show.show_op(name, Terminal(), size=sizes, dtype=dtype, as_json=as_json, measure=measure)

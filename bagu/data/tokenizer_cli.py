@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from bagu.data.chat_template import DEFAULT_TEMPLATE
@@ -15,6 +14,7 @@ from bagu.data.split import sample
 from bagu.data.stdlib import StdlibSource
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
+from bagu.machine.terminal import Terminal
 
 MB = 1_000_000
 
@@ -65,7 +65,7 @@ def train_main(out: Path, *, path: Path | None = None, vocab_size: int = 4096, m
 
     The tokenizer gets bagu's chat template; its vocabulary has the template's control tokens.
     """
-    console, texts = Console(), _texts(path, max_mb)
+    console, texts = Terminal(), _texts(path, max_mb)
     size = sum(len(text.encode()) for text in texts)
     with console.status(f"training on {size / MB:.1f} MB of text"):
         start = time.perf_counter()
@@ -81,7 +81,7 @@ def train_main(out: Path, *, path: Path | None = None, vocab_size: int = 4096, m
 def stats_main(tokenizer: Path, *, path: Path | None = None, max_mb: float = 8) -> TokenizerStats:
     """Print how the tokenizer in a folder (or file) does on `path` (default: the standard library)."""
     result = stats(BpeTokenizer.load(tokenizer), _texts(path, max_mb))
-    Console().print(_table(result))
+    Terminal().print(_table(result))
     return result
 
 
@@ -90,7 +90,7 @@ def _texts(path: Path | None, max_mb: float) -> list[str]:
         raise BaguError(f"--max-mb is {max_mb}", hint="give a number above 0; 64 is common")
     source: Source = StdlibSource() if path is None else open_source(path)
     if source.note:
-        Console(stderr=True).print(source.note, highlight=False, markup=False, soft_wrap=True)
+        Terminal(stderr=True).print(source.note, highlight=False, markup=False, soft_wrap=True)
     total = source.describe()["bytes"]  # on disk: in a compressed corpus the sample favours the first files
     texts = list(sample(source.documents(), max_bytes=int(max_mb * MB), total_bytes=total))
     if not texts:

@@ -19,6 +19,7 @@ from bagu.lab.core import Lab, Result, Row, Setting, T, Verdict, numbers_in
 from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.environment import environment
+from bagu.machine.terminal import Terminal
 from bagu.runs.plain_progress import plain_progress
 from bagu.runs.record import ensure_folder
 
@@ -35,7 +36,7 @@ def run_labs(
 
     A verdict is not a failure. A lab that raises stops the run; earlier results are on disk.
     """
-    console = console or Console(highlight=False)
+    console = console or Terminal(highlight=False)
     labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name raises before any work
     machine, device = this_machine().name, default_device().type
     for lab in labs:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from bagu import config as configs
@@ -18,6 +17,7 @@ from bagu.config.options import to_arguments
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_dtype
+from bagu.machine.terminal import Terminal
 from bagu.nn.onnx_export import check_onnx, export_onnx
 from bagu.parallel.launch import Place, find_place, use_own_gpu
 from bagu.parallel.mesh import Mesh
@@ -145,7 +145,7 @@ def _named_settings(given: TrainOptions) -> list[str]:
 def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     """Train a run, alone or as one of its ranks, and write its report."""
     out, resume, accept_data_change = given.out, given.resume, given.accept_data_change
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     explanation = Explanation(run, partial(console.print, highlight=False, soft_wrap=True, markup=False))
 
     def announce(mesh: Mesh | None, summary: Summary) -> None:
@@ -254,4 +254,4 @@ def export_main(given: ExportOptions) -> None:
         export_onnx(loaded, out)
     else:
         save_model(loaded, tokenizer, out, start=found)
-    Console().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)
+    Terminal().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)

@@ -23,6 +23,7 @@ from bagu.eval.score import Result, evaluate
 from bagu.eval.task import NORMALIZATIONS, Task, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.words import p_value, scale_of
+from bagu.machine.terminal import Terminal
 from bagu.recipes.verbs import CompareOptions, EvalOptions
 from bagu.runs.plain_progress import PlainLines
 from bagu.runs.progress import draws
@@ -50,7 +51,7 @@ def eval_main(given: EvalOptions) -> int:
         raise ArgumentError(f"--limit {limit}", hint="1 or more")
     from bagu.recipes.eval_models import model_of
 
-    console = Console(stderr=given.as_json, highlight=False)
+    console = Terminal(stderr=given.as_json, highlight=False)
     asked, identity = model_of(given)
     folder = given.out or Path("evals") / (asked.name if quantization is None else f"{asked.name}-{quantization}")
     found = _tasks(given, asked.max_len)
@@ -99,7 +100,7 @@ def _tasks(given: EvalOptions, max_len: int) -> list[Task]:
 @contextmanager
 def item_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     """A progress line on a terminal, plain lines elsewhere; both on stderr, because a table follows on stdout."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if not draws(console):
         yield PlainLines("items", console, prefix=f"{name}: ")
         return
@@ -167,7 +168,7 @@ def compare_main(given: CompareOptions) -> int:
             json.dumps([asdict(replace(c, differing=())) | row for c, row in zip(found, rows, strict=True)], indent=1)
         )
         return 0
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     made = Table(title=f"{b.name} against {a.name}", title_justify="left")
     for i, head in enumerate(("task", "metric", a.name, b.name, "difference, 95 %", "p")):
         made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i > 3)

@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from bagu.machine.terminal import Terminal
 from bagu.runs.observer import ROUTINE_EVENTS, Metrics, Observer
 from bagu.runs.plain_progress import SECONDS_BETWEEN_LINES
 
@@ -43,7 +44,7 @@ class TrainProgress(Observer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.steps, self.done, self.name = steps, start, name
-        self.console = console or Console(stderr=True)
+        self.console = console or Terminal(stderr=True)
         self.metrics: dict[str, float | int] = {}
         self._formats = {**(formats or {}), **SPEED}
         self._quiet = ROUTINE_EVENTS.union(quiet)

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from bagu.machine.terminal import Terminal
 from bagu.runs.progress import REFRESH_PER_S, TrainProgress, draws, duration
 
 
@@ -23,7 +24,7 @@ class Stages:
 
     def __init__(self, total: int, *, console: Console | None = None) -> None:
         self.total = total
-        self.console = console or Console()
+        self.console = console or Terminal()
         self.number = 0
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ from bagu.config import fingerprint, write_atomic
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device
+from bagu.machine.terminal import Terminal
 from bagu.runs.record import ensure_folder
 from bagu.serve.config import EngineConfig
 
@@ -77,7 +78,7 @@ class Task:
 def main(given: TuneServe, *, start: Start, roofline: Roofline, longest: int, console: Console | None = None) -> int:
     """Search, print prediction beside measurement, write `out`/serve.toml. Returns 1 if no request of the winner met
     the limits. `out`/trials.jsonl keeps the measurements; the same command resumes from it."""
-    console = console or Console(highlight=False)
+    console = console or Terminal(highlight=False)
     model, share, seed, out = given.model, given.share, given.seed, given.out
     limits = {name: ms for name, ms in (("ttft", given.ttft), ("tpot", given.tpot)) if ms is not None}
     if not limits:

@@ -17,7 +17,7 @@ def main(*, as_json: bool, measure: bool) -> int:
     if as_json:
         print(to_json(report, findings))
     else:
-        from rich.console import Console
+        from bagu.machine.terminal import Terminal
 
-        render(report, findings, Console())
+        render(report, findings, Terminal())
     return int(any(finding.level == "fault" for finding in findings))

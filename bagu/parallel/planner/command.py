@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.terminal import Terminal
 from bagu.parallel.plan import Plan, best
 from bagu.parallel.planner.cluster import Cluster, cluster_of
 from bagu.parallel.planner.explain import explain, mesh_line
@@ -85,14 +85,14 @@ def validation(*, out: Path | None, as_json: bool) -> None:
 def _write(path: Path, page: str, missing: str | None, *, quiet: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
-    console = Console(stderr=quiet)
+    console = Terminal(stderr=quiet)
     if missing:
         console.print(f"no plot: {missing}")
     console.print(f"wrote {path}", soft_wrap=True)
 
 
 def _print(found: Plan, top: int, tokens: float | None, title: str) -> None:
-    console = Console()
+    console = Terminal()
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", overflow="fold")
     for name in ("s/step", "MFU %", "tokens/s", "GiB/GPU", *(("days", "USD") if tokens else ())):
@@ -138,7 +138,7 @@ def _as_json(found: Plan, top: int, tokens: float | None) -> dict[str, Any]:
 
 
 def _print_serving(found: Sequence[Deployment], title: str, traffic: Traffic) -> None:
-    console = Console()
+    console = Terminal()
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     names = ("tp", "batch", "KV tokens", "requests/s", "ms/token", "ms to first", "replicas", "GPUs", "USD/M tokens")
     for name in names:
@@ -159,7 +159,7 @@ def _print_serving(found: Sequence[Deployment], title: str, traffic: Traffic) ->
 
 
 def _print_report(report: Report) -> None:
-    console = Console()
+    console = Terminal()
     table = Table(title="Step time beside published measurements", title_justify="left", box=None, pad_edge=False)
     for name in ("source", "used for", "rows", "mean error %", "signed %"):
         table.add_column(name, justify="left" if name in ("source", "used for") else "right")

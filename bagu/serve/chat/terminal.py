@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
+from bagu.machine.terminal import Terminal
 from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
 
 SETTINGS = {  # the settings of /set and their types
@@ -164,7 +165,7 @@ def main(
     read: Callable[[str], str] | None = None,
 ) -> int:
     """Chat until the input ends; with `prompt`, answer only that. Returns the exit status."""
-    console = console or Console(highlight=False)
+    console = console or Terminal(highlight=False)
     session = Session(chat=chat, system=system)
     session.settings = dict(settings or {})
     sampling_of(session.settings)

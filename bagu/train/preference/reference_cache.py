@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import safetensors
 import safetensors.numpy
-from rich.console import Console
 
 from bagu.data.loader import DataConfig
 from bagu.data.preference_batch import batches_of
 from bagu.data.preference_set import PreferenceSet
 from bagu.errors import BaguError
+from bagu.machine.terminal import Terminal
 from bagu.nn.digest import digest_of
 from bagu.nn.lora import has_lora, lora_state
 from bagu.nn.model import Transformer
@@ -73,7 +73,7 @@ def _computed(found: PreferenceSet, rows: Sequence[np.ndarray], model: Transform
     reference = Reference(model, shared=has_lora(model))
     device = next(model.parameters()).device
     values = np.full(found.store.num_documents, np.nan, np.float32)
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     for units in plain_progress(rows, "batches", console, prefix=f"reference of {found.name!r}: "):
         (batch,) = batches_of([(found, units)], config)
         sums = segment_sums(

@@ -1,0 +1,63 @@
+"""What a verb prints arrives as it was written, brackets included."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.markup import escape
+from rich.table import Table
+
+import bagu
+from bagu.machine.terminal import STYLES, Terminal
+from bagu.runs import plot_style
+
+PACKAGE = Path(bagu.__file__).parent
+
+
+def printed(*what: object) -> str:
+    terminal = Terminal(file=io.StringIO(), width=200)
+    for one in what:
+        terminal.print(one)
+    return terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pip install 'bagu[plot]'", "x[M, N] -> y[0]", "[GPU] runs/[a]/model", "[/home]", escape("a[red]b") + "[]"],
+)  # fmt: skip
+def test_brackets_are_printed(text: str) -> None:
+    shown = text.replace("\\[", "[")
+    assert printed(text) == shown + "\n"
+    table = Table(title=text)
+    table.add_column(text)
+    table.add_row(text)
+    assert printed(table).count(shown) == 3
+
+
+def test_styles_are_styles() -> None:
+    assert printed(*(f"[{style}]word[/] [{style}]word[/{style}]" for style in STYLES)) == "word word\n" * len(STYLES)
+
+
+def test_the_hint_of_a_missing_plot_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    reason = plot_style.write_plot(lambda figure: None, tmp_path / "plot", (1, 1), {})
+    assert "pip install 'bagu[plot]' and run again" in printed(f"[yellow]no plot[/]: {reason}")
+
+
+def test_every_verb_prints_to_it() -> None:
+    """Another console would drop words in brackets. The demo's prints only what it formats itself."""
+    made = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        if re.search(r"\bConsole\(", file.read_text()) and file.name != "terminal.py"
+    }
+    assert made <= {"recipes/demo.py"}
+    styled = re.compile(r"\[(bold|dim|red|green|yellow|cyan|blue|magenta|italic|white)( \w+)*\]")
+    used = {
+        match[1] + (match[2] or "") for file in PACKAGE.rglob("*.py") for match in styled.finditer(file.read_text())
+    }
+    assert used <= set(STYLES)
