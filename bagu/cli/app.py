@@ -17,6 +17,7 @@ from bagu.cli.bench import bench
 from bagu.cli.book import book
 from bagu.cli.drill import drill
 from bagu.cli.help import SECTIONS, Verbs
+from bagu.cli.index import index, search
 from bagu.cli.lab import lab
 from bagu.cli.ops import ops
 from bagu.cli.options import AsJson
@@ -90,7 +91,7 @@ app.command("eval", section=MAKE)(models.evaluate)
 for verb in (models.compare, models.report, models.export):
     app.command(section=MAKE)(verb)
 app.add_typer(models.tokenizers, name="tokenizer", rich_help_panel=MAKE)
-for verb in (serve.serve, serve.chat):
+for verb in (serve.serve, serve.chat, index, search):
     app.command(section=USE)(verb)
 app.add_typer(process, name="process", rich_help_panel=USE)
 app.add_typer(lab, name="lab", rich_help_panel=LEARN)

@@ -1,0 +1,99 @@
+"""`search`: a query to the best passages of an index."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from bagu.errors import BaguError
+from bagu.retrieve import postings, vectors
+from bagu.retrieve.fuse import fuse
+from bagu.retrieve.store import Passage, Store
+from bagu.retrieve.words import terms
+
+DEPTH = 100  # passages of each ranking that are joined
+WEIGHTS = {"words": 1.0, "vectors": 1.0}
+
+
+class Embedder(Protocol):
+    """Texts to vectors. `digest` names its weights: an index refuses another one. A cosine below `floor` is no hit."""
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def floor(self) -> float: ...
+    def embed(self, texts: list[str]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hit:
+    """A passage, its score from 0 to 1, and where it stands in each ranking, from 1."""
+
+    passage: Passage
+    score: float
+    ranks: Mapping[str, int]
+    bm25: float = 0.0
+    cosine: float | None = None
+    words: Mapping[str, int] = field(default_factory=dict)  # the query's terms in it, and how many passages have each
+
+
+def search(
+    store: Store,
+    query: str,
+    k: int = 8,
+    *,
+    embedder: Embedder | None = None,
+    weights: Mapping[str, float] = WEIGHTS,
+    keep: Callable[[Passage], bool] | None = None,
+) -> list[Hit]:
+    """The k best passages, best first; none if no word of the query occurs and no vector is near: a score of 0 is no
+    hit. The query is text and has no syntax. `keep` filters passages."""
+    lexicon, dense = store.snapshot()
+    with store.lock:
+        scores, holders = lexicon.score(store.db, terms(query))
+    depth = DEPTH if keep is None else len(scores)
+    rankings: dict[str, list[int]] = {}
+    if weights["words"]:
+        rankings["words"] = [id for id, _ in postings.best(scores, depth)]
+    near = None
+    if dense is not None and embedder is not None and weights["vectors"]:
+        check_embedder(store, embedder)
+        near = vectors.cosines(dense, embedder.embed([query])[0], lexicon.lengths > 0)
+        rankings["vectors"] = [id for id, _ in postings.best(np.where(near >= embedder.floor, near + 1, 0), depth)]
+    joined = fuse(rankings, weights)
+    places = {name: {id: rank for rank, id in enumerate(ids, 1)} for name, ids in rankings.items()}
+    found: list[Hit] = []
+    for at in range(0, len(joined), max(k, 64)):
+        some = dict(joined[at : at + max(k, 64)])
+        for passage in store.passages(list(some)):
+            if len(found) < k and (keep is None or keep(passage)):
+                id = passage.id
+                found.append(
+                    Hit(
+                        passage=passage, score=some[id],
+                        ranks={name: place[id] for name, place in places.items() if id in place},
+                        bm25=float(scores[id]), cosine=None if near is None else float(near[id]),
+                        words={t: len(ids) for t, ids in holders.items() if _holds(ids, id)},
+                    )
+                )  # fmt: skip
+        if len(found) >= k:
+            break
+    return found
+
+
+def check_embedder(store: Store, embedder: Embedder) -> None:
+    """Raise if the vectors of the index were made by another embedder: their numbers mean something else."""
+    about = store.meta("embedder")
+    if about is not None and about["digest"] != embedder.digest:
+        raise BaguError(
+            f"the vectors of {store.path} were made by another embedder ({about['name']})",
+            hint="give that one, or make a new index with this one",
+        )
+
+
+def _holds(ids: np.ndarray, id: int) -> bool:
+    at = int(np.searchsorted(ids, id))
+    return at < len(ids) and int(ids[at]) == id
