@@ -31,7 +31,8 @@ LIBRARY_ROWS = 3.0  # rows of functions of the library for each of composed ones
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """One size. `enough_tokens` is the number of pretraining tokens from which this size beats the next smaller one.
+    """One size. `enough_tokens` is the number of pretraining tokens from which this size beats the next smaller one:
+    with 1.2 M of them, five minutes on two x86 cores, `medium` writes 62 and 63 % of the functions and `small` 77 %.
 
     `priming_bytes` limits the text that xz is primed with, because xz is slow. A step of reinforcement samples
     `rl_samples` answers of at most `rl_tokens` tokens to each of `rl_prompts` prompts.
@@ -175,11 +176,11 @@ class Demo:
 LARGE = Demo(
     name="large", hidden_size=256, num_layers=6, vocab_size=4096, context=256, rows=16, lr=0.007, pretrain_steps=300,
     sft_steps=140, renamed=7, dpo_steps=12, rl_steps=60, rl_prompts=16, rl_samples=8, rl_tokens=96, eval_items=128,
-    write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None, enough_tokens=700_000,
+    write_items=48, tokenizer_mb=16, validation_batches=12, priming_bytes=None, enough_tokens=5_000_000,
 )  # fmt: skip
 MEDIUM = replace(
     LARGE, name="medium", hidden_size=192, num_layers=4, rows=8, lr=0.01, pretrain_steps=600, sft_steps=400, renamed=3,
-    dpo_steps=16, rl_steps=120, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=600_000,
+    dpo_steps=16, rl_steps=120, tokenizer_mb=8, priming_bytes=4_000_000, enough_tokens=2_500_000,
 )  # fmt: skip
 # For a slow CPU with a few minutes. Two layers were within 0.02 bits per byte of four after 75 steps; but after 160 of
 # fine-tuning they wrote the right number of lines with the wrong verb in 101 of 160 functions, mostly another of the

@@ -148,7 +148,7 @@ def triton(x: torch.Tensor = X) -> torch.Tensor:
 
 
 def product() -> torch.Tensor:
-    return bagu.ops.matmul(X, X)
+    return bagu.ops.matmul(X.clone().requires_grad_(), X)
 
 
 QUANTIZED = bagu.ops.quantize_int8(X)
@@ -167,10 +167,12 @@ def with_tangent() -> Any:
         return triton(forward_ad.make_dual(X + 0, X))
 
 
+# On a GPU rms_norm runs the same kernel in invariant mode; a product is torch's without the mode.
+either = product if GPU else norm
 ROUTES = {
     "backend=": Pair(norm, triton) if not GPU else Pair(norm, lambda: norm(backend="torch")),
     "use": Pair(norm, inside(lambda: bagu.ops.use("torch" if GPU else "triton"), norm)),
-    "invariant": Pair(norm, inside(bagu.ops.invariant, norm)),
+    "invariant": Pair(either, inside(bagu.ops.invariant, either)),
     "transforms": Pair(lambda: triton(X + 0), lambda: torch.func.grad(lambda x: triton(x).sum())(X + 0)),
     "forward AD": Pair(lambda: triton(X + 0), with_tangent),
     "modes": Pair(triton, inside(Watch, triton)),
@@ -192,6 +194,9 @@ PLANNED = ("stride", "alignment", "lazy", "requires_grad")
 
 @pytest.mark.parametrize("field", [*CALL, *(f for f in (REPLAYED if GPU else ROUTED) if f not in PLANNED), *SCALAR])
 def test_a_route_is_found_by_every_field(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if GPU and field == "transforms":
+        pytest.skip("a wrapped tensor has no address, so on a GPU its calls are not cached")
+
     def second(lacks: str | None, pair: Pair) -> tuple[Any, set[str]]:
         caches = [Cache(CALL, REPLAYED if GPU else ROUTED, lacks) for _ in range(4)]
         for spec, cache in zip((NORM, *map(SPECS.get, ("matmul", "w8a16_matmul", "transpose"))), caches, strict=True):
