@@ -36,6 +36,7 @@ def lab_list(
 def lab_run(
     names: Annotated[list[str] | None, Argument(metavar="NAME", help="The labs to run.")] = None,
     every: Annotated[bool, Option("--all", help="Run every lab.")] = False,
+    theme: Annotated[str | None, Option(help="Run the labs of this theme.")] = None,
     resume: Annotated[bool, Option("--resume", help="Skip labs whose current code has a result in --out.")] = False,
     out: LabResults = Path("labs"),
     quick: Annotated[bool, Option("--quick", help="Use smaller sizes: a few seconds per lab.")] = False,
@@ -46,12 +47,17 @@ def lab_run(
       bagu lab run safe_softmax
       bagu lab run --all --quick --resume
     """
-    if not names and not every:
+    if not names and not every and theme is None:
         lab_list(None, long=False, missing=False, out=out)
         return
-    if names and every:
-        raise typer.BadParameter("give the names of labs, or --all, not both")
+    if bool(names) + every + (theme is not None) > 1:
+        raise typer.BadParameter("give the names of labs, --theme or --all: one of them")
     from bagu.lab import catalogue
+
+    if theme is not None and theme not in catalogue.THEMES:
+        raise UnknownName.among("theme", theme, catalogue.THEMES)
+    if theme is not None:
+        names = [name for name in catalogue.names() if catalogue.theme_of(name) == theme]
 
     for name in names or ():
         if name not in catalogue.names():  # before torch is imported

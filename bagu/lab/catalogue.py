@@ -110,7 +110,7 @@ def code_digest(name: str) -> str:
         source = file.read_text(encoding="utf-8")
         if str(file) not in found and file not in FRAME:
             found[str(file)] = source
-            for module, imported in re.findall(r"^from (bagu\.lab[\w.]*) import ([^\n(]*)", source, flags=re.M):
+            for module, imported in re.findall(r"^ *from (bagu\.lab[\w.]*) import ([^\n(]*)", source, flags=re.M):
                 modules = [module, *(f"{module}.{name.strip()}" for name in imported.split(","))]
                 todo += [file for file in map(_file, modules) if file is not None]
     text = "\n".join(found[file] for file in sorted(found, key=lambda file: Path(file).relative_to(HERE).as_posix()))

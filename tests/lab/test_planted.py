@@ -23,6 +23,7 @@ from tests.lab import (
     test_lab_attention_kinds,
     test_lab_positions,
     test_lab_verdicts,
+    test_micro_labs,
     test_mixing_forgetting,
     test_normalization_lab,
     test_optimizers_lab,
@@ -225,7 +226,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     ),
     "what_limits": (test_planner_labs.shares(40), test_planner_labs.shares(80)),
     "zero_stages": (par.zero_rows((100, 150), (100, 155)), par.zero_rows((100, 100), (100, 300))),
-}
+} | test_micro_labs.PLANTED
 
 
 @pytest.mark.parametrize("name", catalogue.names())
