@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.padding import Padding
 
 from bagu.bench.harness import plain
 from bagu.bench.occupancy import Occupancy, occupancy
@@ -123,6 +124,7 @@ def parse_tuning(spec: OpSpec, text: str) -> Tuning:
     return chosen
 
 
+WIDE = 1000  # columns: more than a table takes
 COLUMNS = ("kernel", "warps", "registers", "spills", "shared", "occupancy", "limit", "wgmma", "TMA", "128-bit ld/st")
 
 
@@ -146,7 +148,13 @@ def show_kernels(
         print(json.dumps([asdict(k) for k in found], indent=1))
         return
     console.print(f"[bold]{spec.name}[/]  {case.name}, {str(dtype).removeprefix('torch.')}, compiled for {arch}")
-    console.print(plain(COLUMNS, map(_cells, found), right=[*COLUMNS[1:5], *COLUMNS[7:]]))
+    table = plain(COLUMNS, map(_cells, found), right=[*COLUMNS[1:5], *COLUMNS[7:]])
+    if console.measure(table, options=console.options.update(max_width=WIDE)).maximum <= console.width:
+        console.print(table)
+    else:  # a terminal of 80 columns: the facts of a kernel below its name
+        for name, *cells in map(_cells, found):
+            facts = " · ".join(f"{head} {cell}" for head, cell in zip(COLUMNS[1:], cells, strict=True))
+            console.print(name, Padding(facts, (0, 0, 0, 2)), highlight=False)
     for line in _bounds(spec, case, dtype):
         console.print(line)
     console.print(f"[dim]occupancy: programs per multiprocessor. Stages (ttir, ttgir, llir, ptx, sass) → {out}[/]")

@@ -19,6 +19,7 @@ from typing import Any
 
 from bagu.errors import BaguError
 from bagu.machine.cores import available_cores
+from bagu.machine.terminal import counted
 from bagu.serve.api_client import ApiClient, Refused
 
 Received = list[tuple[float, bytes]]
@@ -49,8 +50,8 @@ class Server(ApiClient):
     def where(self) -> str:
         """Where client and server run, as far as the client knows."""
         if self.host in ("127.0.0.1", "::1", "localhost"):
-            return f"client, server and engine share {available_cores()} cores"
-        return f"client on {available_cores()} cores, server on another machine"
+            return f"client, server and engine share {counted(available_cores(), 'core')}"
+        return f"client on {counted(available_cores(), 'core')}, server on another machine"
 
     def cpu_seconds(self) -> float | None:
         """CPU time of the server process so far, from its Prometheus metrics; None if the server does not report it."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -112,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     A BaguError, and an OSError about a file or a full disk, print a message without a traceback and exit with status
     2. Set BAGU_TRACEBACK=1 to see the traceback.
     """
+    if argv is None:
+        warnings.showwarning = _once()
     try:
         app(args=argv, prog_name="bagu")
     except (BaguError, OSError) as error:
@@ -120,6 +123,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(f"bagu: {message}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _once() -> Callable[..., None]:
+    """What shows a warning: each text once in a run, without the line of code. Python's own rule shows it again when a
+    library has changed the filters meanwhile, and torch does so often."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, *where: object, **more: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            print(f"bagu: warning: {message}", file=sys.stderr)
+
+    return show
 
 
 def _message(error: BaguError | OSError) -> str | None:

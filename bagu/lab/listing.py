@@ -9,6 +9,7 @@ from rich.text import Text
 from bagu.errors import UnknownName
 from bagu.lab import catalogue
 from bagu.lab.core import Result
+from bagu.machine.terminal import counted
 
 
 def list_labs(console: Console, *, theme: str | None = None, long: bool = False, missing: Path | None = None) -> None:
@@ -29,7 +30,7 @@ def list_labs(console: Console, *, theme: str | None = None, long: bool = False,
             line = Text(f"  {name:<{width}}  {'[GPU] ' if lab['needs_gpu'] else ''}{lab['claim_en']}")
             line.truncate(console.width, overflow="ellipsis")
             console.print(line, no_wrap=True)
-    count = f"{len(shown)} lab{'s' * (len(shown) != 1)}"
+    count = counted(len(shown), "lab")
     console.print(f"{count}{' without a full, current result' if missing else ''}. Run: bagu lab run NAME…")
 
 

@@ -19,7 +19,7 @@ from bagu.lab.core import Lab, Result, Row, Setting, T, Verdict, numbers_in
 from bagu.machine.cores import available_cores
 from bagu.machine.device import default_device, this_machine
 from bagu.machine.environment import environment
-from bagu.machine.terminal import Terminal
+from bagu.machine.terminal import Terminal, counted
 from bagu.runs.plain_progress import plain_progress
 from bagu.runs.record import ensure_folder
 
@@ -53,7 +53,7 @@ def run_labs(
         show(result, console)
         if reason is not None:
             console.print(f"[yellow]no plot[/]: {escape(reason)}")
-        console.print(f"[dim]{len(result.rows)} rows in {result.seconds:.1f} s → {escape(str(folder))}[/]")
+        console.print(f"[dim]{counted(len(result.rows), 'row')} in {result.seconds:.1f} s → {escape(str(folder))}[/]")
     return 0
 
 

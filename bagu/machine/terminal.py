@@ -14,6 +14,11 @@ STYLES = ("bold", "dim", "red", "green", "yellow", "blue", "cyan")
 OTHER = re.compile(rf"(?<!\\)\[(?!/?(?:{'|'.join(STYLES)})?\])")
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "1,200 steps"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 class Terminal(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(OTHER.sub(r"\\[", text), **options)

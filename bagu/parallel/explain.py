@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from bagu.machine.terminal import counted
 from bagu.parallel.mesh import DIMS, MeshConfig
 from bagu.parallel.spread import EVERYWHERE, Spread
 from bagu.parallel.traffic import Kind, Tally, sent_bytes
@@ -69,7 +70,7 @@ def explain(
 ) -> list[str]:
     """What the mesh divides and costs, as lines of text. `states` are the predicted bytes of one rank; `part` says
     what it has of the model, if that is divided."""
-    lines = [f"mesh      {mesh}: {mesh.ranks} ranks"]
+    lines = [f"mesh      {mesh}: {counted(mesh.ranks, 'rank')}"]
     lines += [f"          {name}={mesh.size(name)}: {MEANING[name]}" for name in DIMS if mesh.size(name) > 1]
     lines += [f"          {line}" for line in draw_mesh(mesh)]
     lines += [f"model     {part}"] if part else []

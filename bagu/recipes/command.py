@@ -17,7 +17,7 @@ from bagu.config.options import to_arguments
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_dtype
-from bagu.machine.terminal import Terminal
+from bagu.machine.terminal import Terminal, counted
 from bagu.nn.onnx_export import check_onnx, export_onnx
 from bagu.parallel.launch import Place, find_place, use_own_gpu
 from bagu.parallel.mesh import Mesh
@@ -181,7 +181,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
         return 130 if done.fit.interrupted else 0
     report = report_of(run, done)
     again = f"bagu train --resume --out {out}"
-    steps = f"{done.fit.step} of {run.train.steps} steps"
+    steps = f"{done.fit.step} of {counted(run.train.steps, 'step')}"
     early = "" if done.fit.step == run.train.steps or done.fit.ended is None else f" after {steps}: {_why(done)}"
     state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
     state += "" if done.idle is None else f", and nothing was learned: {done.idle}"

@@ -17,6 +17,7 @@ from typing import Any
 from bagu.config import write_atomic
 from bagu.errors import ArgumentError
 from bagu.machine.cache import cache_folder
+from bagu.machine.terminal import counted
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.command import PROMPTS, report_of
@@ -58,7 +59,7 @@ class Fitted:
 
     def __repr__(self) -> str:
         ended = ", interrupted" if self.interrupted else ""
-        return f"Fitted({str(self.folder)!r}, {self.steps} steps, loss {self.loss:.3f} nats{ended})"
+        return f"Fitted({str(self.folder)!r}, {counted(self.steps, 'step')}, loss {self.loss:.3f} nats{ended})"
 
 
 def fit(

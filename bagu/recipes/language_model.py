@@ -22,6 +22,7 @@ from bagu.eval.score import Result
 from bagu.eval.score import evaluate as score_task
 from bagu.machine.device import named_device
 from bagu.machine.openmp import wait_briefly
+from bagu.machine.terminal import counted
 from bagu.nn.model import Transformer
 from bagu.recipes.eval_models import EngineModel, identity_of
 from bagu.recipes.evaluate import find_task, item_progress
@@ -73,7 +74,9 @@ class Score:
         return math.exp(-self.logprob / len(self.logprobs))
 
     def __repr__(self) -> str:
-        return f"Score(logprob={self.logprob:.3f}, {len(self.tokens)} tokens, perplexity={self.perplexity:.4g})"
+        return (
+            f"Score(logprob={self.logprob:.3f}, {counted(len(self.tokens), 'token')}, perplexity={self.perplexity:.4g})"
+        )
 
 
 def load(

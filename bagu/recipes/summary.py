@@ -9,6 +9,7 @@ import torch
 
 from bagu.data.loader import DataConfig
 from bagu.machine.device import vendor_flops
+from bagu.machine.terminal import counted
 from bagu.nn import ModelConfig, count
 from bagu.nn.lora import lora_parameters
 from bagu.recipes.inputs import Inputs
@@ -68,11 +69,12 @@ class Summary:
             f"model     {self.parameters:,} parameters{trained}, {self.dtype} on {self.device}",
             *(f"{role:<9} {size:,} parameters, frozen" for role, size in self.auxiliary.items()),
             *(
-                f"data      {s.name}: {s.documents:,} documents, {s.tokens:,} tokens, {s.held_out_tokens:,} held out; "
+                f"data      {s.name}: {counted(s.documents, 'document')}, {counted(s.tokens, 'token')}, "
+                f"{s.held_out_tokens:,} held out; "
                 f"seen {s.epochs:.3g} times{'; ' * bool(s.note)}{s.note}"
                 for s in self.sources
             ),
-            f"{self.objective:<9} {left:,} steps{begun} of {self.tokens_per_step:,} tokens, "
+            f"{self.objective:<9} {counted(left, 'step')}{begun} of {self.tokens_per_step:,} tokens, "
             f"{left * self.tokens_per_step:,} tokens in all",
             f"time      about {duration(self.seconds)}, at {100 * UTILISATION:.0f} % of the rate of a matmul here, "
             f"{_rate(self.peak_flops)}",

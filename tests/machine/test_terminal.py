@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import bagu
-from bagu.machine.terminal import STYLES, Terminal
+from bagu.machine.terminal import STYLES, Terminal, counted
 from bagu.runs import plot_style
 
 PACKAGE = Path(bagu.__file__).parent
@@ -61,3 +62,28 @@ def test_every_verb_prints_to_it() -> None:
         match[1] + (match[2] or "") for file in PACKAGE.rglob("*.py") for match in styled.finditer(file.read_text())
     }
     assert used <= set(STYLES)
+
+
+def test_one_is_singular() -> None:
+    assert [counted(n, "step") for n in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
+
+
+WARNS = """
+import sys, warnings
+from bagu.cli import main
+
+def verb() -> None:
+    for number in range(3):
+        with warnings.catch_warnings():  # as torch does; Python then forgets what it has shown
+            warnings.simplefilter("ignore")
+        warnings.warn("no compiler", RuntimeWarning)
+    warnings.warn("another", RuntimeWarning)
+
+sys.modules[main.__module__].app = lambda **options: verb()
+main()
+"""
+
+
+def test_a_warning_is_shown_once_in_a_run() -> None:
+    done = subprocess.run([sys.executable, "-c", WARNS], capture_output=True, text=True, check=True)
+    assert done.stderr == "bagu: warning: no compiler\nbagu: warning: another\n"

@@ -107,12 +107,13 @@ def running_server(log: Path, *flags: str, ready: bool = True, script: str = __f
         )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, f"{line}\n{log.read_text()}"
-        running = Running(process, found[0], log)
+        port = re.search(r"loading .* \(port (\d+)\)", process.stdout.readline())
+        assert port, log.read_text()
+        running = Running(process, f"http://127.0.0.1:{port[1]}", log)
         if ready:
-            eventually(lambda: healthy(running), "the server is warm")
+            line = process.stdout.readline()
+            assert f"{running.url} is ready" in line, f"{line}\n{log.read_text()}"
+            assert healthy(running), "the URL is printed when requests are answered"
         yield running
     finally:
         if process.poll() is None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from bagu.machine.doctor.diagnose import Finding
 from bagu.machine.doctor.gpus import GpuState, NvmlState
 from bagu.machine.doctor.report import Report
+from bagu.machine.terminal import counted
 
 GIB = 1 << 30
 ABSENT = "n/a"
@@ -48,7 +49,7 @@ def _machine(r: Report) -> Iterable[tuple[str, str]]:
     m = r.machine
     yield "name", m.name
     yield "system", r.environment["os"]
-    yield "CPU", f"{m.cpu}, {m.cores} core{'s' * (m.cores != 1)}, last-level cache {_gib(m.cache_bytes, 'MiB')}"
+    yield "CPU", f"{m.cpu}, {counted(m.cores, 'core')}, last-level cache {_gib(m.cache_bytes, 'MiB')}"
     yield "memory", f"{_gib(r.memory_available_bytes)} free of {_gib(m.memory_bytes)}"
     for disk in r.disks:
         yield "disk", f"{_gib(disk.free_bytes)} free of {_gib(disk.total_bytes)} ({disk.use})"

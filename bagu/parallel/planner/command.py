@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from rich.table import Table
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.machine.terminal import Terminal
+from bagu.machine.terminal import Terminal, counted
 from bagu.parallel.plan import Plan, best
 from bagu.parallel.planner.cluster import Cluster, cluster_of
 from bagu.parallel.planner.explain import explain, mesh_line
@@ -151,7 +151,8 @@ def _print_serving(found: Sequence[Deployment], title: str, traffic: Traffic) ->
     console.print(table)
     first = found[0]
     console.print(
-        f"\n{first.replicas} replicas of tp {first.tp} ({first.gpus} GPUs) serve {traffic.requests_per_s:g} requests/s "
+        f"\n{counted(first.replicas, 'replica')} of tp {first.tp} ({counted(first.gpus, 'GPU')}) "
+        f"serve{'s' * (first.replicas == 1)} {traffic.requests_per_s:g} requests/s "
         f"of {traffic.input_tokens} + {traffic.output_tokens} tokens at {first.token_ms:.1f} ms per token; the KV "
         f"cache of a replica holds {first.kv_tokens:,} tokens.",
         highlight=False,

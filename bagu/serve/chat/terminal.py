@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
-from bagu.machine.terminal import Terminal
+from bagu.machine.terminal import Terminal, counted
 from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
 
 SETTINGS = {  # the settings of /set and their types
@@ -107,7 +107,7 @@ class AnswerStats:
     finish: str
 
     def describe(self) -> str:
-        parts = [] if self.tokens is None else [f"{self.tokens} tokens"]
+        parts = [] if self.tokens is None else [counted(self.tokens, "token")]
         if self.tokens is not None and self.tokens > 1 and self.decode_s > 0:
             parts.append(f"{(self.tokens - 1) / self.decode_s:.1f} tokens/s")
         if self.first_s is not None:

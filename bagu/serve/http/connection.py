@@ -18,27 +18,41 @@ import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.instances import Models
 from bagu.serve.http.responses import to_json
 
 MAX_HEAD = 64 * 2**10  # bytes of a request line and headers
 LINGER_S = 2.0  # how long a client may keep sending after the response to its incomplete request
 LINGER_BYTES = 2**20  # and how many bytes
+READY_S = 0.05  # how often the engine is asked whether it is ready
 Base: type[Any] = AutoHTTPProtocol  # of httptools or h11: both have `cycle`, `transport` and `loop`
 
 
 class HttpServer(uvicorn.Server):
-    """Calls `on_shutdown` when a shutdown begins, and `on_deadline` after `shutdown_timeout` seconds of it."""
+    """The server of some models: calls `when_ready` when they answer, and fails their calls `shutdown_timeout` seconds
+    after a shutdown begins."""
 
-    def __init__(
-        self, config: uvicorn.Config, shutdown_timeout: float, on_deadline: Callable[[], None],
-        on_shutdown: Callable[[], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, config: uvicorn.Config, shutdown_timeout: float, models: Models) -> None:
         super().__init__(config)
-        self._shutdown_timeout, self._on_deadline, self._on_shutdown = shutdown_timeout, on_deadline, on_shutdown
+        self._shutdown_timeout, self._models = shutdown_timeout, models
+        self._waiting: asyncio.Task[None] | None = None
+        self.when_ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._waiting = asyncio.create_task(self._wait())
+
+    async def _wait(self) -> None:
+        while self._models.unhealthy_reason() is not None:
+            await asyncio.sleep(READY_S)
+        self.when_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._on_shutdown()
-        deadline = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._on_deadline)
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._models.begin_shutdown()
+        deadline = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._models.fail_calls)
         try:
             await super().shutdown(sockets)
         finally:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def main(
     load_draft: Load | None = None,
     options: ServerOptions | None = None,
 ) -> None:
-    """Run the server until SIGINT or SIGTERM. The URL is printed when the server listens.
+    """Run the server until SIGINT or SIGTERM. The URL is printed when the model answers.
 
     `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process. So is
     `load_draft`, for the draft model that `config.speculative` names.
@@ -89,15 +90,19 @@ class Server:
             proxy_headers=False, timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + GRACE_S,
             **({"log_config": parts.log_config()} if as_json else {}),
         )  # fmt: skip
-        self._server = parts.HttpServer(settings, options.shutdown_timeout, models.fail_calls, models.begin_shutdown)
+        self._server = parts.HttpServer(settings, options.shutdown_timeout, models)
 
     def stop(self) -> None:
         self._server.should_exit = True
 
     def run(self, name: str) -> None:
-        """Print the URL and serve until a signal or `stop`."""
-        url = f"http://{_url_host(self._options.host)}:{self._listener.getsockname()[1]}"
-        print(f"bagu serve: {name} at {url} (the page is /, the API /v1)", flush=True)
+        """Serve until a signal or `stop`. The first line says what is loading, and the port for a client that asks /health
+        meanwhile; the URL is printed when requests are answered."""
+        port = self._listener.getsockname()[1]
+        url = f"http://{_url_host(self._options.host)}:{port}"
+        print(f"bagu serve: loading {name} (port {port})", flush=True)
+        said = f"bagu serve: {name} at {url} is ready (the page is /, the API /v1; Ctrl-C stops)"
+        self._server.when_ready = partial(print, said, flush=True)
         _run(self._server, self._listener)
         if self._tracing is not None:
             self._tracing.close()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bagu.errors import BaguError
+from bagu.machine.terminal import counted
 from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.options import ServerOptions
 from bagu.serve.http.server import Server, import_server
@@ -33,6 +34,6 @@ def main(
         on_failure=exit_server,
     )
     server = Server(parts, options, RepositoryApi, models, Metrics(folder.name))
-    server.run(f"{len(models.models)} models of {folder.name or folder}")
+    server.run(f"{counted(len(models.models), 'model')} of {folder.name or folder}")
     if failed:
         raise BaguError(f"no model of {folder} could be loaded", hint="the reasons are above")
