@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import email
+import email.message
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -33,6 +36,36 @@ def test_every_file_of_the_package_is_in_the_wheel(installed: Path) -> None:
     files = {p.relative_to(ROOT) for p in (ROOT / "bagu").rglob("*") if p.is_file() and not skipped & set(p.parts)}
     assert {p.suffix for p in files} >= {".py", ".cpp", ".h", ".js", ".css", ".html", ".jsonl"}
     assert files == {p.relative_to(installed) for p in (installed / "bagu").rglob("*") if p.is_file()}
+
+
+def metadata_of(folder: Path) -> email.message.Message:
+    (file,) = folder.glob("*.dist-info/METADATA")
+    return email.message_from_string(file.read_text(encoding="utf-8"))
+
+
+def test_the_page_of_the_package_has_no_link_that_leads_nowhere(installed: Path) -> None:
+    found = metadata_of(installed)
+    assert found["Requires-Python"] == "<3.14,>=3.11" and found["License-Expression"] == "Apache-2.0"
+    assert {"Programming Language :: Python :: 3.13", "Typing :: Typed"} <= set(found.get_all("Classifier", []))
+    text = found.get_payload()
+    assert isinstance(text, str) and text.startswith("# bagu")
+    assert "pip install" in text and "## Four examples" in text
+    assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("https://")] == []
+
+
+def test_a_release_links_to_its_repository(tmp_path: Path) -> None:
+    build = {**os.environ, "BAGU_REPOSITORY_URL": "https://example.org/bagu/blob/v0.1.0/"}
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path, [name for name in file.namelist() if name.endswith("METADATA")])
+    found = metadata_of(tmp_path)
+    assert "Documentation, https://example.org/bagu/blob/v0.1.0/docs/README.md" in found.get_all("Project-URL", [])
+    text = str(found.get_payload())
+    linked = re.findall(r"\]\(https://example.org/bagu/blob/v0.1.0/([^)#]*)", text)
+    assert len(linked) > 10 and all((ROOT / path).exists() for path in linked)
+    assert re.findall(r"\]\((?!https://)", text) == []
 
 
 SOURCE = "ops/paged_attention/decode.cpp"  # the smallest that includes headers of two parts

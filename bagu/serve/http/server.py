@@ -96,8 +96,8 @@ class Server:
         self._server.should_exit = True
 
     def run(self, name: str) -> None:
-        """Serve until a signal or `stop`. The first line says what is loading, and the port for a client that asks /health
-        meanwhile; the URL is printed when requests are answered."""
+        """Serve until a signal or `stop`. The first line says what is loading, and the port for a client that asks
+        /health meanwhile; the URL is printed when requests are answered."""
         port = self._listener.getsockname()[1]
         url = f"http://{_url_host(self._options.host)}:{port}"
         print(f"bagu serve: loading {name} (port {port})", flush=True)
