@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY := PASSIVE
 # The tests start some hundred processes: without cached bytecode each compiles the package again, 0.3 to 0.8 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-quick test-full test-triton test-peers test-gpu check format tables clean
+.PHONY: help demo test test-quick test-full test-triton test-peers test-gpu check format tables api clean
 help:
 	@echo "make demo       train a tokenizer and a model on the standard library, fine-tune it, write a report"
 	@echo "make test       every test that needs no GPU (Triton kernels through the interpreter)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-peers  heavy peers in an environment of their own: a schema fuzzer, JSON Schema's suite, an agent SDK, PEFT, ..."
 	@echo "make test-gpu   the tests on a CUDA device, kernels compiled"
 	@echo "make check      format, lint, types, import direction, public names, generated tables"
+	@echo "make api        the API reference from docstrings, in build/api"
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -87,6 +88,9 @@ tables: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tools.tables
 	$(BIN)/python -m benchmarks.tools.settings
 	$(BIN)/python -m benchmarks.tools.architecture
+
+api: $(VENV)/ready
+	$(BIN)/python -m benchmarks.tools.api
 
 clean:
 	rm -rf $(VENV) $(PEERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis
