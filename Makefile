@@ -88,6 +88,7 @@ tables: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tools.tables
 	$(BIN)/python -m benchmarks.tools.settings
 	$(BIN)/python -m benchmarks.tools.architecture
+	$(BIN)/python -m benchmarks.tools.chart
 
 api: $(VENV)/ready
 	$(BIN)/python -m benchmarks.tools.api

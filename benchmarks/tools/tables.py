@@ -87,7 +87,7 @@ def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
     rows = [r for r in rows if r["device"].startswith("cuda") and not r["quick"]]
     parts = []
     for machine, dtype in sorted({(r["env"]["machine"], r["dtype"]) for r in rows}):
-        mine = _latest([r for r in rows if (r["env"]["machine"], r["dtype"]) == (machine, dtype)])
+        mine = latest([r for r in rows if (r["env"]["machine"], r["dtype"]) == (machine, dtype)])
         mine.sort(key=lambda r: r["op"])  # independent of the order in the record
         firsts = dict(reversed([(r["op"], r["case"]) for r in mine]))  # keeps the first case of each op
         shown = mine if every else _short([r for r in mine if r["case"] == firsts[r["op"]]])
@@ -97,7 +97,7 @@ def render(rows: Sequence[Row], words: Words, *, every: bool = False) -> str:
     return "\n\n".join(parts) or words.nothing
 
 
-def _latest(rows: Sequence[Row]) -> list[Row]:
+def latest(rows: Sequence[Row]) -> list[Row]:
     """The rows of the latest run per op and case, but not of a run with only the torch backend."""
     runs: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in rows:

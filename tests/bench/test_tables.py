@@ -336,3 +336,27 @@ def test_quantization_has_errors_by_scale_and_outliers_and_speeds() -> None:
     assert all(f"| {machine} | int8 | 4096³ | 98 | 1,402.40 | 1.80× (1.70–1.90) |" in text for machine in "bc")
     assert "on a, 2026-08-02." in text
     assert quantization_table.render({}) == quantization_table.NOTHING
+
+
+def test_the_chart_compares_with_the_fastest_peer() -> None:
+    from benchmarks.tools.chart import ratios
+
+    def row(backend: str | None, peer: str | None, seconds: float, step: str = "fwd") -> dict[str, Any]:
+        common = {
+            "op": "softmax",
+            "case": "a",
+            "device": "cuda:0",
+            "quick": False,
+            "fault": False,
+            "env": {"time": "1"},
+        }
+        return {**common, "backend": backend, "peer": peer, "median_s": seconds, "pass": step}
+
+    forward = [row("triton", None, 2.0), row("torch", None, 1.0), row(None, "eager", 6.0), row(None, "compile", 4.0)]
+    assert ratios(forward) == {"softmax": [2.0]}
+    both = [
+        row("triton", None, 4.0, "fwd+bwd"),
+        row(None, "eager", 2.0, "fwd+bwd"),
+        row(None, "four_gemms", 1.0, "fwd+bwd"),
+    ]
+    assert ratios(forward + both) == {"softmax": [0.5]}
