@@ -33,8 +33,8 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         by_pass = work.setdefault((row["op"], row["case"]), {}).setdefault(row["pass"], {})
         by_pass[row["peer"] or "bagu"] = row["median_s"]
     found: dict[str, list[float]] = {}
-    for (op, _), by_pass in work.items():
-        times = by_pass.get("fwd+bwd") or by_pass.get("fwd") or {}
+    for (op, _), passes in work.items():
+        times = passes.get("fwd+bwd") or passes.get("fwd") or {}
         peers = [seconds for name, seconds in times.items() if name != "bagu"]
         if peers and "bagu" in times:
             found.setdefault(op, []).append(min(peers) / times["bagu"])
