@@ -1,7 +1,9 @@
 """`bagu plan`: a training run over a cluster, or a deployment."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -11,8 +13,11 @@ from bagu.cli.help import Verbs
 from bagu.cli.options import AsJson
 from bagu.errors import ArgumentError
 
-TRAINING = ("gpus", "seq", "batch", "tokens", "precision", "top", "out")  # options without a meaning for --serve
-DEPLOYMENT = ("rate", "input_tokens", "output_tokens", "tpot", "ttft")  # options of --serve alone
+if TYPE_CHECKING:
+    from bagu.nn.config import ModelConfig
+
+TRAINING = ("seq", "batch", "tokens", "precision", "top", "out")  # options without a meaning for --serve
+DEPLOYMENT = ("rate", "input_tokens", "output_tokens", "tpot", "ttft", "quantization")  # options of --serve alone
 
 plans = Verbs(
     """Plan: rank the layouts of a training run over a cluster, or plan a deployment (--serve).
@@ -28,8 +33,10 @@ plans = Verbs(
 def plan(
     context: typer.Context,
     model: Annotated[str, Option(help="A model such as llama3-70b, or a config.json of Hugging Face or bagu.")] = "",
-    gpus: Annotated[int, Option(help="Number of GPUs.")] = 8,
-    gpu: Annotated[str, Option(help="a100, h100, h200, b200, or a cluster file (docs/planner.md).")] = "h100",
+    gpus: Annotated[int | None, Option(help="Number of GPUs. Default: 8; with --serve as many as needed.")] = None,
+    gpu: Annotated[
+        str, Option(help="a100, a100-40gb, h100, h200, b200, l40s, 4090, or a cluster file (docs/planner.md).")
+    ] = "h100",
     seq: Annotated[int, Option(help="Tokens per sequence.")] = 4096,
     batch: Annotated[int, Option(help="Sequences per step, over all GPUs.")] = 256,
     tokens: Annotated[float | None, Option(help="Tokens to train on, e.g. 2e12: adds days and cost.")] = None,
@@ -43,6 +50,7 @@ def plan(
     output_tokens: Annotated[int, Option(help="Tokens of an answer.")] = 256,
     tpot: Annotated[str, Option(metavar="TIME", help="Limit of the time per output token, e.g. 30ms.")] = "50ms",
     ttft: Annotated[str, Option(metavar="TIME", help="Limit of the time to first token, e.g. 300ms.")] = "1000ms",
+    quantization: Annotated[str | None, Option(help="int8, int4 or fp8 weights.")] = None,
 ) -> None:
     if context.invoked_subcommand is not None:
         return
@@ -63,12 +71,31 @@ def plan(
         command.serve(
             model=model, gpu=gpu, rate=rate, input_tokens=input_tokens, output_tokens=output_tokens,
             token_ms=parse_ms(tpot), first_token_ms=parse_ms(ttft), as_json=as_json,
+            gpus=gpus, quantization=quantization,
         )  # fmt: skip
         return
     command.plan(
-        model=model, gpus=gpus, gpu=gpu, seq=seq, batch=batch, tokens=tokens, precision=precision, top=top,
-        as_json=as_json, out=out,
+        model=model, gpus=8 if gpus is None else gpus, gpu=gpu, seq=seq, batch=batch, tokens=tokens,
+        precision=precision, top=top, as_json=as_json, out=out, model_settings=_model_settings,
     )  # fmt: skip
+
+
+def _model_settings(model: ModelConfig) -> list[str]:
+    """The settings by which `bagu train` makes this model: what differs from its default recipe's."""
+    import json
+
+    from bagu import config as configs
+    from bagu.recipes.catalogue import recipe
+
+    default = recipe("small").model
+    if configs.to_dict(default) == configs.to_dict(model):
+        return []
+    words = []
+    for name, value in configs.to_dict(model).items():
+        if value != configs.to_dict(default)[name]:
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            words.append(f"model.{name}={text}" if isinstance(value, str | int | float) else f"'model.{name}={text}'")
+    return words
 
 
 @plans.command("validate")

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.cluster import Cluster
+from bagu.parallel.planner.interval import INTERVALS, kind_of
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
-from bagu.parallel.planner.memory import Memory, memory
+from bagu.parallel.planner.memory import Memory, memory, room
 from bagu.parallel.planner.model_cost import model_cost
 from bagu.parallel.planner.refusals import check, does_not_fit, no_layout
 from bagu.parallel.planner.search import candidates
@@ -38,7 +39,7 @@ def best(
     if not len(layouts):
         raise no_layout(workload, cluster, gpus)
     needs = memory(workload, software, layouts)
-    fits = needs.total <= cluster.gpu.memory_gib * GiB
+    fits = needs.total <= room(cluster.gpu)
     if not fits.any():
         raise does_not_fit(workload, cluster, gpus, software, layouts, needs)
     times = step_time(workload, cluster, software, layouts.where(fits), calibration)
@@ -58,6 +59,7 @@ class Choice:
     memory_bytes: dict[str, float]
     tokens_per_s: float
     mfu: float
+    between_s: tuple[float, float]  # where the measured step of nine in ten published runs of this kind would be
 
     @property
     def memory_gib(self) -> float:
@@ -91,8 +93,11 @@ class Plan:
         tokens = self.workload.batch * self.workload.seq
         step_s = float(self.times.total[i])
         flops = tokens * model_cost(self.workload.model).training_flops(self.workload.seq)
+        layout = self.considered[at]
+        low, high = INTERVALS[kind_of(self.workload, layout, self.cluster)]
         return Choice(
-            layout=self.considered[at],
+            layout=layout,
+            between_s=(low * step_s, high * step_s),
             step_s=step_s,
             seconds={name: float(part[i]) for name, part in vars(self.times).items()},
             memory_bytes={name: float(part[at]) for name, part in vars(self.needs).items()},

@@ -15,10 +15,13 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.parallel.mesh import MeshConfig
 from bagu.parallel.plan import Plan, best
 from bagu.parallel.planner.cluster import CLUSTERS, cluster_of
-from bagu.parallel.planner.explain import explain, mesh_line
-from bagu.parallel.planner.layouts import Layout, Workload
+from bagu.parallel.planner.explain import explain, mesh_line, seconds
+from bagu.parallel.planner.layouts import Layout, Layouts, Workload
 from bagu.parallel.planner.models import MODELS, model_of
 from bagu.parallel.planner.search import candidates
+from bagu.parallel.planner.serving import Traffic, deployments
+from bagu.parallel.planner.software import STACKS
+from bagu.parallel.planner.step import step_time
 
 H100 = CLUSTERS["h100"]
 W8B = Workload(model=MODELS["llama3-8b"], seq=8192, batch=512)
@@ -96,7 +99,8 @@ def test_command_prints_a_table_json_and_pages(tmp_path: Path, capsys: pytest.Ca
         main([*argv, "--top", "3", "--out", str(tmp_path)])
     assert not end.value.code
     said = capsys.readouterr().out
-    assert "bagu train --mesh" in said and "days" in said and "USD" in said
+    assert "-m bagu train DATA --out runs/plan --resume auto --mesh" in said and "days" in said and "USD" in said
+    assert "--set data.context=4096" in said and "--set model.hidden_size=4096" in said
     page = (tmp_path / "plan.html").read_text()
     assert "<svg" in page and "Pareto" in page and "runner-up" in page
     with pytest.raises(SystemExit):
@@ -114,6 +118,54 @@ def test_serving_plan(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out)
     assert rows[0]["gpus"] == min(row["gpus"] for row in rows)
     assert all(row["token_ms"] <= 20 and row["requests_per_s"] * row["replicas"] >= 20 for row in rows)
+
+
+def test_serving_on_the_gpus_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--serve", "--model", "llama3-8b", "--gpu", "RTX 4090", "--rate", "2", "--tpot", "80ms"]
+    main_ok([*argv, "--gpus", "1", "--quantization", "int8"])
+    said = capsys.readouterr().out
+    assert "1 replica of tp 1 (1 GPU)" in said and "bagu serve llama3-8b --quantization int8" in said
+    whole = deployments(MODELS["llama3-8b"], CLUSTERS["4090"], LIGHT)[0]
+    small = deployments(MODELS["llama3-8b"], CLUSTERS["4090"], LIGHT, quantization="int8")[0]
+    assert small.kv_tokens > whole.kv_tokens and small.gpus <= whole.gpus
+    with pytest.raises(ArgumentError, match=r"200 requests/s need \d+ GPUs \(\d+ replicas of tp \d\), and there are 4"):
+        deployments(MODELS["llama3-8b"], CLUSTERS["4090"], replace(LIGHT, requests_per_s=200.0), gpus=4)
+
+
+LIGHT = Traffic(requests_per_s=2.0, input_tokens=512, output_tokens=128, token_ms=80.0)
+
+
+def main_ok(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert not end.value.code
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [("RTX 4090", "4090"), ("A100-40GB", "a100-40gb"), ("a100-80gb", "a100"), ("L40S", "l40s"), ("h100_sxm5", "h100")],
+)
+def test_gpus_have_their_usual_names(name: str, preset: str) -> None:
+    assert cluster_of(name) == CLUSTERS[preset]
+
+
+def test_small_times_have_a_unit_that_fits() -> None:
+    assert [seconds(x) for x in (12.34, 0.0123, 1.76e-4, 1.76e-7, 0.0)] == [
+        "12.3 s",
+        "12.3 ms",
+        "176 µs",
+        "no time",
+        "no time",
+    ]
+
+
+def test_what_the_trainer_does_not_overlap_is_not_hidden() -> None:
+    """ZeRO-1 publishes parameters after the update, and a pipeline reduces gradients after the last backward."""
+    one, piped = Layout(dp=8, shard=8, zero=1), Layout(dp=4, pp=2, micro_batch=1)
+    for layout in (one, piped):
+        exposed = step_time(W8B, H100, STACKS["bagu"], Layouts.of(layout)).dp[0]
+        overlapping = replace(STACKS["bagu"], overlap_publish=True, overlap_with_pipeline=True)
+        assert exposed > 1.2 * step_time(W8B, H100, overlapping, Layouts.of(layout)).dp[0]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

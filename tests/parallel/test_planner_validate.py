@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
+from bagu.parallel.planner.interval import INTERVALS, learn
+from bagu.parallel.planner.layouts import Layouts
+from bagu.parallel.planner.memory import memory, room
 from bagu.parallel.planner.rows import CALIBRATE, JUDGE, left_out, own, read_rows, sources
 from bagu.parallel.planner.validate import Compared, Report, rank, validate
 from benchmarks.tools import plan_document
@@ -64,6 +67,23 @@ def test_the_benchmark_on_one_h200(report: Report) -> None:
     rows = [row for row in report.own if row.model == "llama_1b"]
     assert len(rows) == 3
     assert all(abs(row.time_error) <= 0.10 and abs(row.memory_error) <= 0.05 for row in rows)
+
+
+def test_what_fits_is_right_on_every_known_row() -> None:
+    """No run that ran out of memory is said to fit, and at most 5 % of those that ran are refused."""
+    verdicts = [
+        (
+            row.out_of_memory,
+            float(memory(row.workload, row.software, Layouts.of(row.layout)).total[0]) > room(row.cluster.gpu),
+        )
+        for row in read_rows()
+    ]
+    assert (True, False) not in verdicts
+    assert sum(v == (False, True) for v in verdicts) <= 0.05 * sum(not failed for failed, _ in verdicts)
+
+
+def test_the_intervals_are_those_of_the_published_rows(report: Report) -> None:
+    assert learn(report.done) == INTERVALS
 
 
 def test_own_rows_are_those_of_the_benchmark() -> None:

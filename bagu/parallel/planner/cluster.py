@@ -7,6 +7,7 @@ are left out come from the preset of that GPU. GB are 10^9 bytes.
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -70,21 +71,39 @@ _B200 = Gpu(
     name="b200", generation="blackwell", memory_gib=180e9 / 2**30, hbm_tb_per_s=8.0, sms=148, peak_bf16_tflops=2250,
     matmul_bf16_tflops=1745, matmul_fp8_tflops=3432.5, usd_per_hour=5.0,
 )  # fmt: skip
-GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (_A100, _H100, _H200, _B200)}
+# Peak rates and bandwidths: NVIDIA's data sheets (A100 40 GB, L40S) and Ada whitepaper (RTX 4090, fp32 accumulation).
+# No published table of matmul rates has them: the share of the peak is the A100's (271.2 / 312). Kernels of sm_89 are
+# those of Ampere. Both have PCIe 4.0 x16 and no NVLink; 4090s copy through the host (about 12 GB/s a direction).
+_A100_40 = replace(_A100, name="a100-40gb", memory_gib=40, hbm_tb_per_s=1.555, usd_per_hour=1.3)
+_L40S = Gpu(
+    name="l40s", generation="ampere", memory_gib=48, hbm_tb_per_s=0.864, sms=142, peak_bf16_tflops=362,
+    matmul_bf16_tflops=315, matmul_fp8_tflops=637, usd_per_hour=1.0,
+)  # fmt: skip
+_4090 = Gpu(
+    name="4090", generation="ampere", memory_gib=24, hbm_tb_per_s=1.008, sms=128, peak_bf16_tflops=165.2,
+    matmul_bf16_tflops=143.6, matmul_fp8_tflops=287.1, usd_per_hour=0.4,
+)  # fmt: skip
 CLUSTERS: dict[str, Cluster] = {
     "a100": Cluster(gpu=_A100, gpus_per_node=8, nvlink_gb_per_s=235, network_gb_per_s=25),
     "h100": Cluster(gpu=_H100, gpus_per_node=8, nvlink_gb_per_s=365.6, nvls_gb_per_s=473.1, network_gb_per_s=50),
     "h200": Cluster(gpu=_H200, gpus_per_node=8, nvlink_gb_per_s=365.6, nvls_gb_per_s=473.1, network_gb_per_s=50),
     "b200": Cluster(gpu=_B200, gpus_per_node=8, nvlink_gb_per_s=682.2, nvls_gb_per_s=838.0, network_gb_per_s=50),
+    "a100-40gb": Cluster(gpu=_A100_40, gpus_per_node=8, nvlink_gb_per_s=235, network_gb_per_s=25),
+    "l40s": Cluster(gpu=_L40S, gpus_per_node=8, nvlink_gb_per_s=20, network_gb_per_s=12.5),
+    "4090": Cluster(gpu=_4090, gpus_per_node=8, nvlink_gb_per_s=12, network_gb_per_s=3.1),
 }
+GPUS: dict[str, Gpu] = {name: cluster.gpu for name, cluster in CLUSTERS.items()}
+ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100", "a100-40g": "a100-40gb", "a100-80g": "a100", "h200-141gb": "h200"}
 
 
 def cluster_of(name: str) -> Cluster:
     """The preset of a GPU, or the cluster described by a JSON file."""
     if name.endswith(".json"):
         return read_cluster(Path(name))
-    UnknownName.check("GPU", name.lower(), CLUSTERS)
-    return CLUSTERS[name.lower()]
+    plain = re.sub(r"^(nvidia|geforce|rtx|-)+|-(sxm\d?|pcie)", "", name.lower().replace("_", "-").replace(" ", "-"))
+    plain = ALIASES.get(plain, plain)
+    UnknownName.check("GPU", plain, CLUSTERS)
+    return CLUSTERS[plain]
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -1,8 +1,8 @@
 """`bagu plan`, `bagu plan validate` and `bagu plan --serve`: read the arguments, print a table or JSON, write pages."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.machine.terminal import Terminal, counted
+from bagu.nn.config import ModelConfig
 from bagu.parallel.plan import Plan, best
 from bagu.parallel.planner.cluster import Cluster, cluster_of
 from bagu.parallel.planner.explain import explain, mesh_line
@@ -34,21 +35,25 @@ def plan(
     top: int,
     as_json: bool,
     out: Path | None,
+    model_settings: Callable[[ModelConfig], Sequence[str]],
 ) -> None:
+    """`model_settings` are those of `bagu train` that make the model."""
     UnknownName.check("precision", precision, get_args(Precision))
     if top < 1:
         raise ArgumentError(f"top is {top}", hint="give 1 or more")
     if tokens is not None and not tokens > 0:
         raise ArgumentError(f"tokens is {tokens:g}", hint="give a number of tokens to train on, such as 2e12")
     chosen: Literal["bf16", "fp8"] = "fp8" if precision == "fp8" else "bf16"
-    workload = Workload(model=model_of(model), seq=seq, batch=batch, precision=chosen)
+    config = model_of(model)
+    config = replace(config, max_len=max(config.max_len, seq))  # the command sets it
+    workload = Workload(model=config, seq=seq, batch=batch, precision=chosen)
     cluster = cluster_of(gpu)
     found = best(workload, cluster, gpus)
     title = f"{model} on {gpus} × {cluster.gpu.name}: {seq} tokens, batch {batch}, {precision}"
     if as_json:
         print(json.dumps(_as_json(found, top, tokens), indent=1))
     else:
-        _print(found, top, tokens, title)
+        _print(found, top, tokens, title, train_command(found, model_settings(config)))
     if out is not None:
         drawn = draw_plan(found, out / "plan", title)
         _write(out / "plan.html", plan_page(found, title, None if drawn else out / "plan.svg"), drawn, quiet=as_json)
@@ -56,18 +61,22 @@ def plan(
 
 def serve(
     *, model: str, gpu: str, rate: float, input_tokens: int, output_tokens: int, token_ms: float, first_token_ms: float,
-    as_json: bool,
+    as_json: bool, gpus: int | None = None, quantization: str | None = None,
 ) -> None:  # fmt: skip
     traffic = Traffic(
         requests_per_s=rate, input_tokens=input_tokens, output_tokens=output_tokens, token_ms=token_ms,
         first_token_ms=first_token_ms,
     )  # fmt: skip
     cluster = cluster_of(gpu)
-    found = deployments(model_of(model), cluster, traffic)
+    found = deployments(model_of(model), cluster, traffic, gpus=gpus, quantization=quantization)
     if as_json:
         print(json.dumps([asdict(d) | {"gpus": d.gpus} for d in found], indent=1))
         return
-    _print_serving(found, f"{model} on {cluster.gpu.name}", traffic)
+    stored = "" if quantization is None else f", {quantization} weights"
+    _print_serving(found, f"{model} on {cluster.gpu.name}{stored}", traffic)
+    words = [f"bagu serve {model}", f"--tp {found[0].tp}" if found[0].tp > 1 else ""]
+    words += [f"--quantization {quantization}" if quantization is not None else ""]
+    print("\n" + " ".join(filter(None, words)))
 
 
 def validation(*, out: Path | None, as_json: bool) -> None:
@@ -91,14 +100,29 @@ def _write(path: Path, page: str, missing: str | None, *, quiet: bool) -> None:
     console.print(f"wrote {path}", soft_wrap=True)
 
 
-def _print(found: Plan, top: int, tokens: float | None, title: str) -> None:
+def train_command(found: Plan, settings: Sequence[str]) -> str:
+    """The whole command of the winner. torchrun runs on every node; DATA and TOKENIZER are the user's."""
+    nodes, per_node = -(-found.gpus // found.cluster.gpus_per_node), min(found.gpus, found.cluster.gpus_per_node)
+    if nodes == 1:
+        start, launched = "bagu train", f" --nproc {found.gpus}" if found.gpus > 1 else ""
+    else:
+        start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29400"
+        start, launched = f"{start} --max-restarts 3 -m bagu train", " --resume auto"
+    workload = found.workload
+    line = mesh_line(found.winner.layout, workload.batch, precision=workload.precision)
+    words = [f"data.context={workload.seq}", "tokenizer.path=TOKENIZER", "tokenizer.vocab_size=null", *settings]
+    return f"{start} DATA --out runs/plan{launched} {line}" + "".join(f" --set {word}" for word in words)
+
+
+def _print(found: Plan, top: int, tokens: float | None, title: str, train: str) -> None:
     console = Terminal()
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", overflow="fold")
-    for name in ("s/step", "MFU %", "tokens/s", "GiB/GPU", *(("days", "USD") if tokens else ())):
+    for name in ("s/step", "from–to", "MFU %", "tokens/s", "GiB/GPU", *(("days", "USD") if tokens else ())):
         table.add_column(name, justify="right")
     for choice in found.distinct(top):
-        cells = [choice.layout.words(), f"{choice.step_s:.3f}", f"{100 * choice.mfu:.1f}"]
+        cells = [choice.layout.words(), f"{choice.step_s:.3f}"]
+        cells += [f"{choice.between_s[0]:.3g}–{choice.between_s[1]:.3g}", f"{100 * choice.mfu:.1f}"]
         cells += [f"{choice.tokens_per_s:,.0f}", f"{choice.memory_gib:.1f}"]
         if tokens:
             days = choice.days(tokens)
@@ -108,9 +132,7 @@ def _print(found: Plan, top: int, tokens: float | None, title: str) -> None:
     console.print()
     for sentence in explain(found):
         console.print(sentence, highlight=False)
-    console.print(
-        f"\nbagu train {mesh_line(found.winner.layout, found.workload.batch)}", highlight=False, soft_wrap=True
-    )
+    console.print(f"\n{train}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _cost(cluster: Cluster, gpus: int, days: float) -> float:
@@ -120,8 +142,10 @@ def _cost(cluster: Cluster, gpus: int, days: float) -> float:
 def _as_json(found: Plan, top: int, tokens: float | None) -> dict[str, Any]:
     def one(choice: Any) -> dict[str, Any]:
         row = {
-            "layout": asdict(choice.layout), "mesh": mesh_line(choice.layout, found.workload.batch),
-            "step_s": choice.step_s, "mfu": choice.mfu, "tokens_per_s": choice.tokens_per_s,
+            "layout": asdict(choice.layout),
+            "mesh": mesh_line(choice.layout, found.workload.batch, precision=found.workload.precision),
+            "step_s": choice.step_s, "between_s": choice.between_s, "mfu": choice.mfu,
+            "tokens_per_s": choice.tokens_per_s,
             "memory_gib": choice.memory_gib, "seconds": choice.seconds, "memory_bytes": choice.memory_bytes,
         }  # fmt: skip
         if tokens:

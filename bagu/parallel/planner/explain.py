@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bagu.parallel.mesh import MeshConfig
+from bagu.parallel.planner.kernels import Precision
 from bagu.parallel.planner.layouts import Layout
+from bagu.parallel.planner.memory import room
 
 if TYPE_CHECKING:
     from bagu.parallel.plan import Choice, Plan
@@ -37,18 +40,28 @@ def explain(plan: Plan) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return "no time"
 
 
-def mesh_line(layout: Layout, batch: int | None = None) -> str:
-    """The arguments of `bagu train` that ask for this layout: the mesh, the ZeRO stage, the pipeline, recomputation,
-    and for a global `batch` of sequences the micro-batches."""
+def mesh_of(layout: Layout) -> MeshConfig:
+    """The trainer's mesh: its dp counts replicas of the shards, and its ep divides the data-parallel ranks."""
     data = layout.dp // layout.ep
     shard = min(layout.shard, data) if layout.zero else 1
-    sizes = {"pp": layout.pp, "dp": data // shard, "shard": shard, "ep": layout.ep, "cp": layout.cp, "tp": layout.tp}
-    line = "--mesh " + (",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1")
+    return MeshConfig(pp=layout.pp, dp=data // shard, shard=shard, ep=layout.ep, cp=layout.cp, tp=layout.tp)
+
+
+def mesh_line(layout: Layout, batch: int | None = None, *, precision: Precision = "bf16") -> str:
+    """The arguments of `bagu train` that ask for this layout: the mesh, fp8, the ZeRO stage, the pipeline,
+    recomputation, and for a global `batch` of sequences the micro-batches."""
+    mesh = mesh_of(layout)
+    line = f"--mesh {mesh}"
     settings: dict[str, object] = {}
-    if shard > 1:
+    if precision == "fp8":
+        settings["train.precision"] = precision
+    if mesh.shard > 1:
         settings["train.zero"] = layout.zero
     if layout.pp > 1 and layout.schedule == "zero_bubble":
         settings["train.pipeline"] = layout.schedule
@@ -66,7 +79,8 @@ def _winner(plan: Plan, winner: Choice) -> str:
     name, most = parts[0] if parts[0][0] != "compute" else parts[1]
     share = 100 * winner.seconds["compute"] / winner.step_s
     return (
-        f"{winner.layout.words()} is fastest: {seconds(winner.step_s)} per step, {100 * winner.mfu:.1f} % MFU, "
+        f"{winner.layout.words()} is fastest: {seconds(winner.step_s)} per step ({seconds(winner.between_s[0])} to "
+        f"{seconds(winner.between_s[1])} by published runs of its kind), {100 * winner.mfu:.1f} % MFU, "
         f"{winner.memory_gib:.1f} of {plan.cluster.gpu.memory_gib:.0f} GiB. {share:.0f} % of the step is computation; "
         f"the next largest part is {CAUSES[name]} ({seconds(most)}, {100 * most / winner.step_s:.1f} %)."
     )
@@ -118,14 +132,14 @@ def _misfits(plan: Plan) -> list[str]:
         return []
     needs = plan.needs
     states = needs.weights + needs.gradients + needs.optimizer
-    room = plan.cluster.gpu.memory_gib * GiB
-    by_states = int((misfit & (states > room)).sum())
+    by_states = int((misfit & (states > room(plan.cluster.gpu))).sum())
     by_rest = int(misfit.sum()) - by_states
     text = f"{int(misfit.sum()):,} of {len(plan.considered):,} layouts do not fit"
     reasons = []
     if by_states:
         reasons.append(
-            f"{by_states:,} because weights, gradients and optimizer alone exceed {plan.cluster.gpu.memory_gib:.0f} GiB"
+            f"{by_states:,} because weights, gradients and optimizer alone exceed "
+            f"{room(plan.cluster.gpu) / GiB:.0f} GiB"
         )
     if by_rest:
         reasons.append(f"{by_rest:,} because of activations and buffers")

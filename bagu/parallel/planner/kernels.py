@@ -66,9 +66,11 @@ def alignment(*dims: Array | float) -> Array:
 
 
 def matmul_s(
-    gpu: Gpu, c: Calibration, m: Array, n: Array, k: Array, *, batch: Array | float = 1.0, precision: Precision = "bf16"
-) -> Array:
-    """Seconds of `batch` products [m, k] x [k, n]."""
+    gpu: Gpu, c: Calibration, m: Array, n: Array, k: Array, *, batch: Array | float = 1.0,
+    precision: Precision = "bf16", weight_bytes: float | None = None,
+) -> Array:  # fmt: skip
+    """Seconds of `batch` products [m, k] x [k, n]. `weight_bytes` is the size of an element of the second operand, if
+    it is stored in fewer bits than it is multiplied in."""
     rate = matmul_rate(gpu, precision, c) / gpu.sms
     m, n, k, batch = np.broadcast_arrays(m, n, k, batch)
     tiles = np.ceil(m / ROWS) * np.ceil(n / COLUMNS) * batch  # [choices, shapes]
@@ -76,7 +78,7 @@ def matmul_s(
     steps = k / PARTS + c.ramp_k * np.where(PARTS == 1, 1.0, 1.5)  # the parts of K are added up at the end
     best = (waves * 2 * ROWS * COLUMNS * steps / (rate * SPEED)).min(axis=0)
     itemsize = 2 if precision == "bf16" else 1
-    traffic = batch * (m * k * itemsize + k * n * itemsize + 2 * m * n)
+    traffic = batch * (m * k * itemsize + k * n * (weight_bytes or itemsize) + 2 * m * n)
     return np.maximum(best / alignment(n, k), traffic / (gpu.hbm_tb_per_s * 1e12 * c.hbm))
 
 

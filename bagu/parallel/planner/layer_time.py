@@ -66,9 +66,9 @@ class Time:
         return Time(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
 
-def hidden(c: Calibration, seconds: Array, window: Array, overlaps: bool) -> Array:
+def hidden(c: Calibration, seconds: Array, window: Array, overlaps: bool | NDArray[np.bool_]) -> Array:
     """The cost of a collective that may run during `window` seconds of computation."""
-    return np.maximum(seconds - window, c.interference * seconds) if overlaps else seconds
+    return np.where(overlaps, np.maximum(seconds - window, c.interference * seconds), seconds)
 
 
 def layer_time(s: Setting, layer: LayerCost) -> tuple[Time, Time]:

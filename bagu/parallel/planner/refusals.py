@@ -7,7 +7,7 @@ import numpy as np
 from bagu.errors import ArgumentError
 from bagu.parallel.planner.cluster import Cluster
 from bagu.parallel.planner.layouts import Layouts, Workload
-from bagu.parallel.planner.memory import Memory, memory
+from bagu.parallel.planner.memory import FREE, Memory, memory, room
 from bagu.parallel.planner.search import candidates
 from bagu.parallel.planner.software import Software
 
@@ -56,7 +56,8 @@ def does_not_fit(
     ways.append("use a GPU with more memory")
     return ArgumentError(
         f"no layout fits: the smallest ({layouts[i].words()}) needs {needs.total[i] / GiB:.0f} GiB per GPU, "
-        f"{parts[largest] / GiB:.0f} of them {largest}, and {cluster.gpu.name} has {cluster.gpu.memory_gib:.0f}",
+        f"{parts[largest] / GiB:.0f} of them {largest}, and {cluster.gpu.name} has {cluster.gpu.memory_gib:.0f} "
+        f"({100 * FREE:.0f} % is left free)",
         hint=", or ".join(ways),
     )
 
@@ -71,6 +72,6 @@ def _enough(workload: Workload, cluster: Cluster, gpus: int, software: Software)
             layouts = candidates(tried, cluster, count)
             if len(layouts):
                 needs = memory(tried, software, layouts)
-                if (needs.total <= cluster.gpu.memory_gib * GiB).any():
+                if (needs.total <= room(cluster.gpu)).any():
                     return count, batch
     return None

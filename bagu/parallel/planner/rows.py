@@ -30,7 +30,7 @@ _JEAN_ZAY = replace(_A100, network_gb_per_s=135 / 8 / 8 / CALIBRATION.network)
 _CAPPED = (500 / 700) ** (1 / 3)
 PUBLISHED: dict[str, Cluster] = {
     "a100": _A100,
-    "a100-40gb": replace(_A100, gpu=replace(_A100.gpu, name="a100-40gb", memory_gib=40, hbm_tb_per_s=1.555)),
+    "a100-40gb": CLUSTERS["a100-40gb"],
     "h100": _H100,
     "h100-500w": replace(
         _H100,

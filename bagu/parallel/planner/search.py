@@ -6,9 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from bagu.errors import ArgumentError
 from bagu.nn.config import ModelConfig
+from bagu.parallel.mesh import MeshConfig
+from bagu.parallel.model_parallel import check_model_parallel
 from bagu.parallel.planner.cluster import Cluster
-from bagu.parallel.planner.layouts import Layouts, Workload
+from bagu.parallel.planner.layouts import SCHEDULES, Layouts, Workload
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES = ((1, 0), (2, 0), (4, 0), (1, 1))  # (stages per rank, schedule)
@@ -43,7 +46,8 @@ def candidates(workload: Workload, cluster: Cluster, gpus: int) -> Layouts:
         dp=dp, shard=shard, tp=tp, cp=cp, pp=pp, ep=ep, zero=zero, sequence_parallel=(tp > 1).astype(np.int64),
         micro_batch=micro, virtual=virtual, schedule=schedule, recompute=recompute,
     )  # fmt: skip
-    return all_layouts.where(_can_run(workload, all_layouts, hybrid))
+    possible = all_layouts.where(_can_run(workload, all_layouts, hybrid))
+    return possible.where(_trainer_takes(workload, possible))
 
 
 def _grids(workload: Workload, cluster: Cluster, gpus: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -87,6 +91,11 @@ def _can_run(workload: Workload, x: Layouts, hybrid: NDArray[np.int64]) -> NDArr
     runs &= (x.zero == 0) | (x.dp > 1)
     runs &= (hybrid == 0) | ((x.shard > 1) & (x.shard < x.dp) & (x.dp % x.shard == 0))
     runs &= (x.pp > 1) | ((x.virtual == 1) & ~zero_bubble)
+    if workload.precision == "fp8":  # the trainer rounds whole weights once a step
+        runs &= (x.tp * x.cp * x.pp * x.ep == 1) & (x.zero < 3)
+    data = x.dp // x.ep
+    runs &= (x.zero == 0) | (data % np.minimum(x.shard, data) == 0)
+    runs &= (x.cp > 1) | (x.micro_batch * workload.seq % x.tp == 0)
     # ZeRO-2 reduces every micro-batch, ZeRO-1 once: a pipeline has many. The trainer has no ZeRO-3 with a pipeline.
     runs &= (x.pp == 1) | (x.zero < 2)
     runs &= ~(zero_bubble & x.recomputes("selective"))  # nor these two together
@@ -94,3 +103,23 @@ def _can_run(workload: Workload, x: Layouts, hybrid: NDArray[np.int64]) -> NDArr
     runs &= (x.virtual == 1) | ((micro_batches % x.pp == 0) & (x.pp * x.virtual <= workload.model.num_layers))
     runs &= ~zero_bubble | ((micro_batches >= 2 * x.pp) & (2 * x.pp <= workload.model.num_layers))
     return runs
+
+
+def _trainer_takes(workload: Workload, x: Layouts) -> NDArray[np.bool_]:
+    """What the trainer's own check of model and mesh says: windows and the ring, balance losses and cp, stages, …"""
+    keys = np.stack((x.tp, x.cp, x.pp, x.ep, x.virtual, x.schedule))
+    found, each = np.unique(keys, axis=1, return_inverse=True)
+    taken = [_takes(workload.model, *map(int, column)) for column in found.T]
+    return np.array(taken, dtype=bool)[each.reshape(-1)] if taken else np.zeros(0, dtype=bool)
+
+
+def _takes(model: ModelConfig, tp: int, cp: int, pp: int, ep: int, virtual: int, schedule: int) -> bool:
+    kind = SCHEDULES[schedule]
+    try:
+        check_model_parallel(
+            model, MeshConfig(tp=tp, cp=cp, pp=pp, ep=ep), stages_per_rank=virtual, method="ring",
+            schedule="interleaved" if kind == "1f1b" and virtual > 1 else kind,
+        )  # fmt: skip
+    except ArgumentError:
+        return False
+    return True

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, UnknownName
+from bagu.machine.terminal import counted
 from bagu.nn.config import ModelConfig
 from bagu.nn.count import kv_bytes
 from bagu.parallel.planner import collectives as comm
@@ -31,6 +32,7 @@ Array = NDArray[np.float64]
 GiB = 2**30
 USABLE = 0.9  # share of the GPU that weights and KV cache may fill; activations and libraries need the rest
 KERNELS_PER_LAYER = 9
+WEIGHT_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.53}  # of a quantized weight, with its scale
 KERNEL_US = 3.0  # start and end of a small kernel inside a CUDA graph, per kernel
 STEP_US = 500.0  # host time between two decode steps: scheduling and sampling
 BATCHES = np.unique(np.round(2.0 ** np.arange(0, 10.25, 0.25)))  # 1 to 1024
@@ -86,14 +88,25 @@ class BatchTimes:
 
 
 def deployments(
-    model: ModelConfig, cluster: Cluster, traffic: Traffic, calibration: Calibration = CALIBRATION
+    model: ModelConfig,
+    cluster: Cluster,
+    traffic: Traffic,
+    calibration: Calibration = CALIBRATION,
+    *,
+    gpus: int | None = None,
+    quantization: str | None = None,
 ) -> list[Deployment]:
-    """The best batch for every tensor-parallel size that meets the targets, fewest GPUs first."""
-    cost = model_cost(model)
+    """The best batch for every tensor-parallel size that meets the targets, fewest GPUs first.
+
+    `gpus` is the most that there are; `quantization` is how weights of linear layers are stored.
+    """
+    if quantization is not None:
+        UnknownName.check("quantization", quantization, WEIGHT_BYTES)
+    cost, weight_bytes = model_cost(model), 2.0 if quantization is None else WEIGHT_BYTES[quantization]
     sizes = [tp for tp in divisors(cluster.gpus_per_node) if model.num_heads % tp == 0]
     found, reasons = [], []
     for tp in sizes:
-        one = _deployment(cost, cluster, traffic, tp, calibration)
+        one = _deployment(cost, cluster, traffic, tp, calibration, weight_bytes)
         if isinstance(one, Deployment):
             found.append(one)
         else:
@@ -104,13 +117,27 @@ def deployments(
             f"{traffic.first_token_ms:g} ms to the first: {'; '.join(reasons)}",
             hint="allow more latency, shorten the prompts, or use a GPU with more memory or bandwidth",
         )
-    return sorted(found, key=lambda d: (d.gpus, d.token_ms))
+    found.sort(key=lambda d: (d.gpus, d.token_ms))
+    enough = [d for d in found if gpus is None or d.gpus <= gpus]
+    if not enough:
+        least = found[0]
+        raise ArgumentError(
+            f"{traffic.requests_per_s:g} requests/s need {least.gpus} GPUs ({counted(least.replicas, 'replica')} of tp "
+            f"{least.tp}), and there are {gpus}",
+            hint=f"{gpus // least.tp * least.requests_per_s:.3g} requests/s are possible on {gpus}, or use more"
+            if gpus is not None and gpus >= least.tp
+            else "use more GPUs",
+        )
+    return enough
 
 
-def _deployment(cost: ModelCost, cluster: Cluster, traffic: Traffic, tp: int, c: Calibration) -> Deployment | str:
+def _deployment(
+    cost: ModelCost, cluster: Cluster, traffic: Traffic, tp: int, c: Calibration, weight_bytes: float
+) -> Deployment | str:
     """The deployment, or why there is none."""
     model = cost.config
-    weights = 2.0 * cost.parameters / tp
+    ends = cost.embedding + (0 if model.tie_embeddings else cost.head)  # stay in 16 bits
+    weights = (2.0 * ends + weight_bytes * (cost.parameters - ends)) / tp
     share = tp if model.mla is None else 1  # the latent of MLA is not divided
     per_token = kv_bytes(model) / min(share, model.num_kv_heads)
     room = USABLE * cluster.gpu.memory_gib * GiB - weights
@@ -120,8 +147,10 @@ def _deployment(cost: ModelCost, cluster: Cluster, traffic: Traffic, tp: int, c:
     kv_tokens = int(room / max(per_token, 1))
     mean = traffic.input_tokens + traffic.output_tokens / 2
     batches = BATCHES[BATCHES * mean <= kv_tokens]
-    prefill = float(_forward_s(cost, cluster, tp, np.array([float(traffic.input_tokens)]), traffic.input_tokens, c)[0])
-    decode = _decode_s(cost, cluster, tp, batches, batches * mean * per_token, c)
+    prefill = float(
+        _forward_s(cost, cluster, tp, np.array([float(traffic.input_tokens)]), traffic.input_tokens, c, weight_bytes)[0]
+    )
+    decode = _decode_s(cost, cluster, tp, batches, batches * mean * per_token, c, weight_bytes)
     rate = batches / (traffic.output_tokens * decode + batches * prefill)
     busy = rate * prefill
     token_ms = 1000 * decode / (1 - busy)
@@ -152,32 +181,42 @@ def batch_times(
     return BatchTimes(prefill_s=float(prefill), decode_s=decode)
 
 
-def _decode_s(cost: ModelCost, cluster: Cluster, tp: int, batch: Array, cache_bytes: Array, c: Calibration) -> Array:
+def _decode_s(
+    cost: ModelCost,
+    cluster: Cluster,
+    tp: int,
+    batch: Array,
+    cache_bytes: Array,
+    c: Calibration,
+    weight_bytes: float = 2.0,
+) -> Array:
     """One step of `batch` sequences: products with few rows, and every cached key and value read once."""
     cache = kernels.memory_s(cluster.gpu, c, cache_bytes)
     small = cost.config.num_layers * KERNELS_PER_LAYER * KERNEL_US * 1e-6 + STEP_US * 1e-6
-    return _products_s(cost, cluster, tp, batch, c) + cache + small
+    return _products_s(cost, cluster, tp, batch, c, weight_bytes) + cache + small
 
 
-def _forward_s(cost: ModelCost, cluster: Cluster, tp: int, tokens: Array, length: int, c: Calibration) -> Array:
+def _forward_s(
+    cost: ModelCost, cluster: Cluster, tp: int, tokens: Array, length: int, c: Calibration, weight_bytes: float = 2.0
+) -> Array:
     """A prefill of `tokens` tokens."""
     kernel: kernels.AttentionKernel = "flash3"
     flops = tokens * cost.attention_flops(length) * cost.config.num_layers / tp
     attention, _ = kernels.attention_s(cluster.gpu, kernel, flops, float(length), cost.config.v_dim)
-    return _products_s(cost, cluster, tp, tokens, c) + attention
+    return _products_s(cost, cluster, tp, tokens, c, weight_bytes) + attention
 
 
-def _products_s(cost: ModelCost, cluster: Cluster, tp: int, rows: Array, c: Calibration) -> Array:
+def _products_s(cost: ModelCost, cluster: Cluster, tp: int, rows: Array, c: Calibration, weight_bytes: float) -> Array:
     """All products of a forward with `rows` rows, and the all-reduces between them."""
     model, seconds = cost.config, np.zeros_like(rows)
     for layer in cost.layers:
         for linear in layer.linears:
-            seconds = seconds + layer.count * _linear_s(cluster, linear, tp, rows, c)
+            seconds = seconds + layer.count * _linear_s(cluster, linear, tp, rows, c, weight_bytes=weight_bytes)
         if layer.moe is not None:
             used = np.minimum(layer.moe.num_experts, rows * layer.moe.top_k)  # experts that get a token
             each = rows * layer.moe.top_k / used
             for linear in layer.experts:
-                one = _linear_s(cluster, linear, 1, each, c, batch=used / tp)
+                one = _linear_s(cluster, linear, 1, each, c, batch=used / tp, weight_bytes=weight_bytes)
                 seconds = seconds + layer.count * one
     head = Linear(n=model.vocab_size, k=model.hidden_size, split="columns")
     seconds = seconds + _linear_s(cluster, head, tp, rows, c)
@@ -188,8 +227,9 @@ def _products_s(cost: ModelCost, cluster: Cluster, tp: int, rows: Array, c: Cali
 
 
 def _linear_s(
-    cluster: Cluster, linear: Linear, tp: int, rows: Array, c: Calibration, batch: Array | float = 1.0
-) -> Array:
+    cluster: Cluster, linear: Linear, tp: int, rows: Array, c: Calibration, batch: Array | float = 1.0,
+    weight_bytes: float = 2.0,
+) -> Array:  # fmt: skip
     n = np.full_like(rows, math.ceil(linear.n / tp) if linear.split == "columns" else linear.n)
     k = np.full_like(rows, math.ceil(linear.k / tp) if linear.split == "rows" else linear.k)
-    return kernels.matmul_s(cluster.gpu, c, rows, n, k, batch=batch)
+    return kernels.matmul_s(cluster.gpu, c, rows, n, k, batch=batch, weight_bytes=weight_bytes)

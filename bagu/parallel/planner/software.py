@@ -28,6 +28,8 @@ class Software:
     accumulate_bytes: float = 8.0  # moved per parameter and micro-batch to add a gradient
     overlap_gradients: bool = True  # reduced during the last backward
     overlap_parameters: bool = True  # ZeRO-1/2: gathered during the next forward; ZeRO-3: prefetched
+    overlap_publish: bool = True  # of these, the gather of ZeRO-1/2
+    overlap_with_pipeline: bool = True  # gradients are reduced during the backward of a pipeline too
     overlap_tp: bool = False
     overlap_p2p: bool = False  # pipeline sends during computation
     one_rail: bool = False  # collectives of ZeRO-3 use one network card, not all of the node
@@ -54,7 +56,7 @@ _MEGATRON = Software(
 STACKS: dict[str, Software] = {
     "bagu": Software(  # fused norms, SwiGLU, RoPE and head; fp32 master, gradient and moments; balanced stages
         name="bagu", attention="flash3", head_bytes=8, logit_bytes=0, selective="elementwise", stages="balanced",
-        kernels_per_layer=12, bucket_mb=25,
+        kernels_per_layer=12, bucket_mb=25, overlap_publish=False, overlap_with_pipeline=False,
     ),
     "megatron-2021": _MEGATRON,
     "zero3-2021": Software(  # DeepSpeed ZeRO-3 with Megatron's kernels, SC21 section 5.2: a gather per parameter
@@ -70,14 +72,16 @@ STACKS: dict[str, Software] = {
         accumulate_bytes=12, overlap_gradients=True, overlap_parameters=False, activation="eager", scatter_p2p=False,
         bucket_mb=25, stages="balanced",  # DDP's default; blocks are assigned by computed cost
     ),
-    "bloom": Software(  # Megatron-DeepSpeed, fp16 gradients, CUDA_LAUNCH_BLOCKING=1 against hangs (chronicles-prequel)
+    "bloom": Software(  # Megatron-DeepSpeed: fp16 reduced, fp32 kept (chronicles),
+        # CUDA_LAUNCH_BLOCKING=1 against hangs (chronicles-prequel)
         name="Megatron-DeepSpeed (BLOOM)", attention="unfused", stream_bytes=22, inner_bytes=3, head_bytes=26,
         kernels_per_layer=28, blocking_launches=True, gradient_bytes=2, accumulate_bytes=6, overlap_gradients=False,
-        overlap_parameters=False, activation="megatron", stored_gradient_bytes=2, stages="ceil", bucket_mb=1000,
+        overlap_parameters=False, activation="megatron", stages="ceil", bucket_mb=1000,
     ),
-    "llm-foundry": Software(  # PyTorch FSDP, eager; attn_impl was triton until 2024-03, the loss is fused
+    # PyTorch FSDP, eager; attn_impl was triton until 2024-03, the loss is fused, low_precision_layernorm keeps bf16
+    "llm-foundry": Software(
         name="llm-foundry", attention="flash1", stream_bytes=22, inner_bytes=3, head_bytes=10, kernels_per_layer=22,
-        gradient_bytes=4, accumulate_bytes=8, activation="eager", logit_bytes=2,
+        gradient_bytes=4, accumulate_bytes=8, activation="compiled", logit_bytes=2,
     ),
     "torchtitan-eager": Software(
         name="torchtitan, eager", attention="flash2", stream_bytes=34, inner_bytes=6, head_bytes=26,

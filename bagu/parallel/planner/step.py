@@ -119,8 +119,11 @@ def _sends(s: Setting, micro_batches: Array) -> Array:
 def _data_parallel(s: Setting, window_f: Array, window_b: Array, micro_batches: Array) -> Array:
     c, cluster, software, x = s.calibration, s.cluster, s.software, s.layouts
     dense, experts = local_parameters(s.cost, x, software.stages)
-    overlaps = software.overlap_gradients and not software.blocking_launches
+    overlaps = (software.overlap_gradients and not software.blocking_launches) & (
+        (x.pp == 1) | software.overlap_with_pipeline
+    )
     prefetches = software.overlap_parameters and not software.blocking_launches
+    publishes = prefetches and software.overlap_publish
     seconds = np.zeros_like(dense)
     replicas = (x.dp * x.cp).astype(float)
     for parameters, ranks, stride in (
@@ -139,9 +142,9 @@ def _data_parallel(s: Setting, window_f: Array, window_b: Array, micro_batches: 
         scatter = comm.all_gather_s(cluster, c, sharded, gradient, one_rail=software.one_rail, calls=calls)
         gather = comm.all_gather_s(cluster, c, sharded, weight, one_rail=software.one_rail, calls=calls)
         across = hidden(c, comm.all_reduce_s(cluster, c, outer, gradient / sharded.size), window_b, overlaps)
-        once = hidden(c, scatter, window_b, overlaps) + hidden(c, gather, window_f, prefetches)
+        once = hidden(c, scatter, window_b, overlaps) + hidden(c, gather, window_f, publishes)
         each = hidden(c, scatter + gather, window_b, overlaps) + hidden(c, gather, window_f, prefetches)
-        two = micro_batches * (hidden(c, scatter, window_b, overlaps) + hidden(c, gather, window_f, prefetches))
+        two = micro_batches * (hidden(c, scatter, window_b, overlaps) + hidden(c, gather, window_f, publishes))
         by_stage = [hidden(c, reduce, window_b, overlaps), once + across, two + across, micro_batches * each + across]
         seconds = seconds + np.select([x.zero == stage for stage in range(4)], by_stage)
     return seconds + _tied(s)

@@ -15,7 +15,7 @@ from bagu.nn.presets import preset
 from bagu.parallel.planner.calibration import CALIBRATION, Calibration
 from bagu.parallel.planner.cluster import CLUSTERS
 from bagu.parallel.planner.layouts import Layout, Layouts, Workload
-from bagu.parallel.planner.memory import memory
+from bagu.parallel.planner.memory import memory, room
 from bagu.parallel.planner.rows import JUDGE, Row, own, read_rows
 from bagu.parallel.planner.software import STACKS
 from bagu.parallel.planner.step import step_time
@@ -159,18 +159,20 @@ def rankings(done: Sequence[Compared]) -> tuple[list[Ranking], list[Ranking]]:
 def memory_errors(rows: Sequence[Row]) -> tuple[dict[str, tuple[int, float, float]], str]:
     """(rows, mean absolute error, mean signed error) of the memory per GPU by source; a sentence on OOM rows."""
     found: dict[str, list[float]] = {}
-    failed = seen = 0
+    failed = seen = fit = refused = 0
     for row in rows:
-        if row.measured_gb is None and not row.out_of_memory:
-            continue
         need = float(memory(row.workload, row.software, Layouts.of(row.layout)).total[0])
         if row.out_of_memory:
             failed += 1
-            seen += need > row.cluster.gpu.memory_gib * 2**30
-        elif row.measured_gb is not None:
+            seen += need > room(row.cluster.gpu)
+            continue
+        fit += 1
+        refused += need > room(row.cluster.gpu)
+        if row.measured_gb is not None:
             found.setdefault(row.judge or row.source, []).append(need / 1e9 / row.measured_gb - 1)
     table = {name: (len(e), float(np.mean(np.abs(e))), float(np.mean(e))) for name, e in found.items()}
-    return table, f"{seen} of the {failed} published runs that ran out of memory are predicted to."
+    said = f"{seen} of the {failed} published runs that ran out of memory are predicted to"
+    return table, f"{said}; {refused} of the {fit} that ran are refused ({100 * refused / fit:.1f} %)."
 
 
 @dataclass(frozen=True, kw_only=True)
