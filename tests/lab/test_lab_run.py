@@ -60,12 +60,17 @@ CHECKS: dict[str, Callable[[Sequence[Row]], None]] = {  # of the rows of one lab
     "tensor_parallel": test_tensor_parallel_lab.check_rows,
     "zero_stages": test_parallel_labs.check_zero_rows,
 }
-# Labs of 5 to 9 s of CPU time, which run in `make test-full`, and the tests that run what they measure in `make test`.
+# Labs of 4 to 9 s of CPU time, which run in `make test-full`, and the tests that run what they measure in `make test`.
 LONG = {
+    "attention_complexity": "test_serving_labs.py, where all its ways run",
     "attention_kinds": "test_lab_attention_kinds.py, nn/test_model.py",
+    "batch_invariance": "test_serving_labs.py, ops/test_invariant.py, serve/test_parity.py",
+    "continuous_batching": "test_serving_labs.py, where each way generates all tokens",
     "dpo_reward_model": "test_dpo_reward_model.py, recipes/test_dpo.py, recipes/test_reward_model.py",
     "mixing_forgetting": "test_mixing_forgetting.py, data/test_mix.py; contamination trains the same way",
+    "normalization": "test_normalization_lab.py; ab_noise and few_shot_noise score the same way",
     "optimizers": "test_optimizers_lab.py, train/test_optim.py",
+    "packing": "test_packing_lab.py, where padded, packed and joined steps run",
     "pipeline_bubbles": "test_pipeline_bubbles_lab.py, parallel/test_pipeline.py",
     "positions": "test_lab_positions.py",
     "ppo_grpo": "test_ppo_grpo.py, recipes/test_ppo.py; reward_hacking trains the same way",

