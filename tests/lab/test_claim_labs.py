@@ -1,0 +1,102 @@
+"""Labs of single claims of the notes: planted numbers for both verdicts, and the limits of the fits and counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from bagu.lab.core import Row
+from bagu.lab.model import embedding_terms
+from bagu.lab.parallel import ps_or_ring, ring_scaling, staleness
+from tests.lab.test_micro_labs import rows_of
+
+
+def ring_rows(alpha: float) -> list[Row]:
+    """Times by the formula with `alpha` µs a message and 1 GB/s."""
+    columns, found = "ranks size_bytes time_us sent_bytes", []
+    for ranks in (2, 4, 8):
+        for size in (1024, 1 << 24):
+            sent = 2 * (ranks - 1) / ranks * size
+            found.append((ranks, size, ring_scaling.predicted_us(alpha, 1e-3, ranks, size), sent))
+    return rows_of(columns, *found)
+
+
+def terms(mixed: float) -> list[Row]:
+    parts = zip(embedding_terms.TERMS, (1 - 2 * mixed, mixed, mixed, 0.0), strict=True)
+    return rows_of("kind term share", *(("random", *part) for part in parts))
+
+
+def ada(adagrad: float, adam: float, uncorrected: float) -> list[Row]:
+    ends = {
+        "Adagrad": (1.0, adagrad),
+        "RMSProp": (10.0, 1.0),
+        "Adam": (1.0, adam),
+        "Adam, uncorrected": (uncorrected, 1.0),
+    }
+    return [
+        {"name": n, "step": s, "update": v} for n, pair in ends.items() for s, v in zip((1, 2000), pair, strict=True)
+    ]
+
+
+def links(ring: float, one: float, many: float) -> list[Row]:
+    grown = {"ring": ring, "1 server": one, "N servers": many}
+    return [{"way": w, "workers": n, "busiest_share": v} for w, g in grown.items() for n, v in ((2, 1.0), (64, g))]
+
+
+def layers(stream: float, change: float) -> list[Row]:
+    return rows_of("depth layer stream change", (8, 2, 1.0, 1.0), (8, 8, stream, change))
+
+
+def norms(layer: float) -> list[Row]:
+    return rows_of(
+        "name count time_us gb_per_s", ("LayerNorm", 1, layer, 1), ("RMSNorm", 1, 1.0, 1), ("ScaleNorm", 1, 1.0, 1)
+    )
+
+
+def aids(printed: bool) -> list[Row]:
+    cases = [("device_print", False, printed), ("device_print", True, True)]
+    return rows_of("name debug happened", *cases)
+
+
+# for each lab, rows for which the claim holds, and rows for which it does not
+PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
+    "ring_scaling": (ring_rows(1e-9), [row | {"sent_bytes": 1e9} for row in ring_rows(5000.0)]),
+    "embedding_terms": (terms(0.01), terms(0.3)),
+    "deep_prenorm": (layers(1.1, 0.9), layers(9.0, 0.1)),
+    "module_or_function": (
+        rows_of("name same_bits same_node module_us function_us", ("softmax", False, True, 5.0, 3.0)),
+        rows_of("name same_bits same_node module_us function_us", ("softmax", True, True, 5.0, 3.0)),
+    ),
+    "ada_family": (ada(0.01, 0.9, 3.2), ada(0.9, 0.01, 1.0)),
+    "staleness": (
+        rows_of("delay seed lr steps", (0, 0, 0.1, 10), (4, 0, 0.1, 10)),
+        rows_of("delay seed lr steps", (0, 0, 0.1, 10), (4, 0, 0.1, None), (4, 0, 0.01, 40)),
+    ),
+    "ps_or_ring": (links(1.9, 32.0, 32.0), links(32.0, 1.0, 1.0)),
+    "fused_epilogue": (
+        rows_of("n k most_gain", (4096, 64, 2.1)),
+        rows_of("n k most_gain", (4096, 64, 1.1)),
+    ),
+    "norm_speed": (norms(2.0), norms(1.0)),
+    "triton_targets": (
+        rows_of("target kernel code", ("NVIDIA H100", "sums", "cubin"), ("AMD MI300X", "sums", "")),
+        rows_of("target kernel code", ("NVIDIA H100", "sums", "cubin"), ("AMD MI300X", "sums", "hsaco")),
+    ),
+    "triton_debug": (aids(printed=False), aids(printed=True)),
+}
+
+
+def test_the_fit_finds_latency_and_bandwidth() -> None:
+    alpha, beta = ring_scaling.fitted(ring_rows(40.0))
+    assert alpha == pytest.approx(40.0, rel=1e-6) and beta == pytest.approx(1e-3, rel=1e-6)
+
+
+def test_bytes_of_a_ring_and_of_servers() -> None:
+    assert max(ps_or_ring.ring(8).values()) == pytest.approx(2 * 7 / 8 * ps_or_ring.SIZE)
+    assert max(ps_or_ring.server(8, 1).values()) == 8 * ps_or_ring.SIZE
+    assert max(ps_or_ring.server(8, 8).values()) == ps_or_ring.SIZE
+
+
+def test_a_delay_that_diverges_is_said() -> None:
+    verdict = staleness.verdict(PLANTED["staleness"][1])
+    assert "4 steps old does not arrive" in verdict.sentence_en and "×4.00" in verdict.sentence_en
+    assert "延迟 4 步 达不到" in verdict.sentence_zh
