@@ -193,6 +193,21 @@ class ServeBench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessBench:
+    plants: Annotated[tuple[str, ...], Option("Plants; repeatable. Default: all four.", flags=("--plant",))] = ()
+    seeds: Annotated[int, Option("Histories per plant.")] = 30
+    first_seed: Annotated[int, Option("Seed of the first history.")] = 0
+    rows: Annotated[int, Option("Rows of a history.")] = 200
+    noise: Annotated[float, Option("Noise of the target, as a share of its spread.")] = 0.2
+    models: Annotated[
+        tuple[str, ...], Option("Models besides mean, ridge and gp: trees, mlp; repeatable.", flags=("--model",))
+    ] = ()
+    jobs: Annotated[int, Option("Processes.")] = 2
+    out: Annotated[Path | None, Option(RESULTS_HELP)] = None
+    as_json: Annotated[bool, options.AS_JSON] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneServe:
     """`ttft` and `tpot` are in milliseconds."""
 

@@ -16,6 +16,7 @@ from bagu.bench.options import (
     OpsBench,
     OpSetting,
     ParallelBench,
+    ProcessBench,
     ServeBench,
     TrainBench,
 )
@@ -230,3 +231,17 @@ def bench_layers(given: LayersBench, setting: OpSetting) -> None:
     from bagu.bench.layers import main
 
     raise typer.Exit(main(given, setting))
+
+
+@bench.command("process")
+@takes(ProcessBench)
+def bench_process(given: ProcessBench) -> None:
+    """Score recommendations against four plants whose optimum is known. A stopped run goes on where it was.
+
+    Examples:
+      bagu bench process --seeds 5
+      bagu bench process --plant turbojet --model trees
+    """
+    from bagu.bench.process import main
+
+    raise typer.Exit(main(given))

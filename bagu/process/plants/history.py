@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class History:
     schema: Schema
     home: np.ndarray
     slope: np.ndarray
+
+    def first(self, rows: int) -> History:
+        """The history up to a row; what comes after can judge a model of it."""
+        return replace(self, x=self.x[:rows], c=self.c[:rows], table=self.table.take(np.arange(rows)))
 
     def operators(self, c: np.ndarray, *, runs: int = 400) -> float:
         """The mean merit of the operators in one context."""

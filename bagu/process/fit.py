@@ -1,0 +1,209 @@
+"""Fit the models of every target under a time budget, judge them on held-out rows, and set their interval.
+
+`fit_target` is the centre: each model predicts rows that it has not seen, a greedy ensemble is weighed on those, the
+interval is set and its coverage checked. A finished model is written at once, so that a killed fit resumes with
+the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bagu.errors import BaguError
+from bagu.process.encode import Encoder
+from bagu.process.models import trees
+from bagu.process.models.gp import GP
+from bagu.process.models.mlp import Mlp
+from bagu.process.models.ridge import Mean, Ridge
+from bagu.process.schema import Schema
+from bagu.process.splits import Split, Splits, make_splits
+from bagu.process.table import Table
+from bagu.process.target_model import Model, TargetModel, conformal_quantile, greedy_weights
+
+KINDS: dict[str, Callable[[dict[str, np.ndarray]], Model]] = {
+    "mean": Mean.from_arrays, "ridge": Ridge.from_arrays, "gp": GP.from_arrays, "trees": trees.Trees.from_arrays,
+    "mlp": Mlp.from_arrays,
+}  # fmt: skip
+SKILL_Z = 3.0  # standard errors by which the model must beat the mean: no shuffled target in 50 may pass
+FEWEST = 10  # rows
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One model on all rows, and its predictions of the rows of each split by models that had not seen them."""
+
+    model: Model
+    held_out: Mapping[str, np.ndarray]  # by split; NaN for rows that are never tested
+    spread: Mapping[str, np.ndarray] = field(default_factory=dict)  # of a measured row, from the GP
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of held-out rows. `bound` is the R² that is shown: the squared error saved, less SKILL_Z standard errors."""
+
+    split: str
+    rmse: float
+    r2: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class TargetFit:
+    name: str
+    model: TargetModel
+    scores: Mapping[str, tuple[Score, ...]]  # by model, and "ensemble"
+    coverage: float  # of the interval on held-out rows
+    by_group: tuple[float, ...]  # coverage of the groups of 30 or more held-out rows
+    over_time: tuple[float, ...]  # coverage of the forward blocks
+    left_out: Mapping[str, str]  # models without a result, and why
+
+    @property
+    def skill(self) -> Score:
+        return self.scores["ensemble"][0]
+
+
+Load = Callable[[str], Fitted | None]
+Save = Callable[[str, Fitted], None]
+
+
+def prepare(table: Table, schema: Schema, target: str) -> tuple[Table, np.ndarray]:
+    """The rows with a target, in an order that does not depend on the file: by target, then by the inputs."""
+    kept = table.take(np.flatnonzero(np.isfinite(table[target].values)))
+    if kept.rows < FEWEST:
+        raise BaguError(f"{target} has {kept.rows} rows with a value", hint=f"at least {FEWEST} are needed")
+    y = kept[target].values
+    if y.std() == 0:
+        raise BaguError(f"{target} is constant", hint="give a target that varies")
+    inputs = [kept[f.name].values for f in reversed(schema.inputs)]
+    order = np.lexsort([*inputs, y])
+    return kept.take(order), y[order]
+
+
+def fit_target(
+    table: Table, schema: Schema, encoder: Encoder, target: str, *, models: tuple[str, ...], deadline: float,
+    load: Load = lambda name: None, save: Save = lambda name, fitted: None,
+) -> TargetFit:  # fmt: skip
+    """Fit the `models` of one target. `load` returns a model that an earlier, killed fit has finished."""
+    rows, y = prepare(table, schema, target)
+    x, splits = encoder.of_table(rows), make_splits(rows, schema)
+    every = {s.name: s for s in (splits.honest, splits.calibrate, splits.plain)}
+    done: dict[str, Fitted] = {}
+    left_out = {}
+    for name in dict.fromkeys(("mean", "ridge", "gp", *models)):
+        fitted = load(name)
+        if fitted is None:
+            made = _fit_one(name, x, y, encoder.signs, every, deadline)
+            if isinstance(made, str):
+                left_out[name] = made
+                continue
+            save(name, made)
+            fitted = made
+        done[name] = fitted
+    return _joined(target, rows, schema, x, y, encoder, splits, done, left_out)
+
+
+def _fit_one(
+    name: str, x: np.ndarray, y: np.ndarray, signs: np.ndarray, splits: Mapping[str, Split], deadline: float
+) -> Fitted | str:
+    """The model, or why there is none."""
+    left = deadline - time.monotonic()
+    if name in ("trees", "mlp") and left <= 0:
+        return "the time budget was over"
+    if name == "trees":
+        if not trees.offered():
+            return "LightGBM is not installed (pip install 'bagu[process]')"
+        sets = [np.arange(len(y)), *(train for s in splits.values() for train, _ in s.folds)]
+        made = trees.fit_trees(x, y, signs, sets, seconds=left)
+        if made is None:
+            return "the time budget ended during its training"
+        rest = iter(made[1:])
+        return Fitted(made[0], {n: _held_out(x, y, s, lambda *_: next(rest)) for n, s in splits.items()})
+    if name == "gp":
+        gp = GP.fit(x, y)
+        found = {n: _held_out_gp(gp, x, y, s) for n, s in splits.items()}
+        return Fitted(gp, {n: f[0] for n, f in found.items()}, {n: f[1] for n, f in found.items()})
+    kind = {"mean": Mean, "ridge": Ridge, "mlp": Mlp}[name]
+
+    def fit(rows: np.ndarray, target: np.ndarray) -> Model:
+        if name == "mlp" and time.monotonic() > deadline:
+            raise TimeoutError
+        return kind.fit(rows, target)
+
+    try:
+        return Fitted(fit(x, y), {n: _held_out(x, y, s, fit) for n, s in splits.items()})
+    except TimeoutError:
+        return "the time budget ended during its training"
+
+
+def _held_out(x: np.ndarray, y: np.ndarray, split: Split, fit: Callable[[np.ndarray, np.ndarray], Model]) -> np.ndarray:
+    found = np.full(len(y), np.nan)
+    for train, test in split.folds:
+        found[test] = fit(x[train], y[train]).predict(x[test])
+    return found
+
+
+def _held_out_gp(gp: GP, x: np.ndarray, y: np.ndarray, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """Means and spreads; the hyperparameters are those of all rows."""
+    mean, spread = np.full(len(y), np.nan), np.full(len(y), np.nan)
+    for train, test in split.folds:
+        fold = gp.on(x[train], y[train])
+        mean[test], sd = fold.mean_sd(x[test])
+        spread[test] = np.hypot(sd, fold.noise)
+    return mean, spread
+
+
+def _joined(
+    target: str, rows: Table, schema: Schema, x: np.ndarray, y: np.ndarray, encoder: Encoder, splits: Splits,
+    done: Mapping[str, Fitted], left_out: Mapping[str, str],
+) -> TargetFit:  # fmt: skip
+    """The ensemble, its interval and its scores."""
+    honest = splits.honest.name
+    tested = np.isfinite(done["mean"].held_out[honest])
+    weights = greedy_weights({n: f.held_out[honest][tested] for n, f in done.items() if n != "mean"}, y[tested])
+    joined = {
+        s: sum((weights[n] * done[n].held_out[s] for n in weights if weights[n] > 0), np.zeros(len(y)))
+        for s in done["mean"].held_out
+    }
+    cal = splits.calibrate.name
+    apart = sum((weights[n] * (done[n].held_out[cal] - joined[cal]) ** 2 for n in weights if weights[n] > 0), 0.0)
+    spread = np.sqrt(done["gp"].spread[cal] ** 2 + apart)
+    ratio = np.abs(y - joined[cal]) / spread
+    covered = np.zeros(len(y), bool)
+    for _, test in splits.calibrate.folds:  # the quantile of a fold comes from the others
+        others = np.setdiff1d(splits.calibrate.tested, test)
+        covered[test] = ratio[test] <= conformal_quantile(ratio[others])
+    model = TargetModel(
+        {n: f.model for n, f in done.items()}, weights, conformal_quantile(ratio), encoder.signs, x.min(0), x.max(0)
+    )
+    scores = {
+        name: tuple(_score(s, y, held[s], done["mean"].held_out[s]) for s in dict.fromkeys((honest, cal, "random")))
+        for name, held in {**{n: f.held_out for n, f in done.items()}, "ensemble": joined}.items()
+    }
+    forward = ()
+    if honest == "forward":
+        ratios = np.abs(y - joined[honest]) / np.sqrt(done["gp"].spread[honest] ** 2)
+        forward = tuple(float((ratios[test] <= model.quantile).mean()) for _, test in splits.honest.folds)
+    return TargetFit(
+        target, model, scores, float(covered[splits.calibrate.tested].mean()), _by_group(rows, schema, covered),
+        forward, left_out,
+    )  # fmt: skip
+
+
+def _score(split: str, y: np.ndarray, found: np.ndarray, baseline: np.ndarray) -> Score:
+    kept = np.isfinite(found)
+    error, plain = (y[kept] - found[kept]) ** 2, (y[kept] - baseline[kept]) ** 2
+    saved = plain - error
+    bound = saved.mean() - SKILL_Z * saved.std() / np.sqrt(len(saved))
+    return Score(split, float(np.sqrt(error.mean())), float(saved.mean() / plain.mean()), float(bound / plain.mean()))
+
+
+def _by_group(rows: Table, schema: Schema, covered: np.ndarray) -> tuple[float, ...]:
+    groups = schema.of("group")
+    if not groups:
+        return ()
+    labels = rows[groups[0].name].values
+    return tuple(float(covered[labels == g].mean()) for g in np.unique(labels) if (labels == g).sum() >= 30)

@@ -1,0 +1,89 @@
+"""Sixteen networks that share their weights: an MLP whose heads scale inputs and outputs of each layer (TabM, 2024).
+
+The layers are bagu's ops. Heads start with random signs of the first scaling, so that they differ; the prediction is
+their mean. Training is full-batch AdamW for a fixed number of steps with a fixed seed: the same bits for the same rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+HEADS, WIDTH, STEPS, RATE, DECAY, BATCH = 16, 64, 300, 4e-3, 3e-2, 512
+
+
+@dataclass(frozen=True)
+class Mlp:
+    weights: dict[str, np.ndarray]
+    centre: float
+    scale: float
+
+    @classmethod
+    def fit(cls, x: np.ndarray, y: np.ndarray) -> Self:
+        import torch
+
+        centre, scale = float(y.mean()), float(y.std()) or 1.0
+        generator = torch.Generator().manual_seed(0)
+        rows, target = torch.tensor(x, dtype=torch.float32), torch.tensor((y - centre) / scale, dtype=torch.float32)
+        weights = _initial(x.shape[1], generator)
+        optimizer = torch.optim.AdamW(list(weights.values()), lr=RATE, weight_decay=DECAY)
+        for step in range(STEPS):
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min(1.0, 2 * (1 - step / STEPS))
+            picked = torch.randperm(len(rows), generator=generator)[:BATCH]
+            loss = (_forward(weights, rows[picked]) - target[picked, None]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return cls({name: w.detach().numpy() for name, w in weights.items()}, centre, scale)
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():
+            weights = {name: torch.from_numpy(w) for name, w in self.weights.items()}
+            heads = _forward(weights, torch.tensor(x, dtype=torch.float32))
+        return self.centre + self.scale * heads.mean(1).double().numpy()
+
+    def on(self, x: np.ndarray, y: np.ndarray) -> Self:
+        return self.fit(x, y)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {**self.weights, "scaling": np.array([self.centre, self.scale])}
+
+    @classmethod
+    def from_arrays(cls, a: dict[str, np.ndarray]) -> Self:
+        centre, scale = map(float, a["scaling"])
+        return cls({name: w for name, w in a.items() if name != "scaling"}, centre, scale)
+
+
+def _initial(inputs: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    import torch
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    made = {
+        "signs": torch.randint(0, 2, (HEADS, inputs), generator=generator).float() * 2 - 1,
+        "first": normal(WIDTH, inputs, scale=inputs**-0.5), "first_bias": normal(HEADS, WIDTH, scale=0.1),
+        "norm": torch.ones(WIDTH), "norm_bias": torch.zeros(WIDTH),
+        "scales": 1 + normal(HEADS, WIDTH, scale=0.3), "second": normal(WIDTH, WIDTH, scale=WIDTH**-0.5),
+        "second_bias": normal(HEADS, WIDTH, scale=0.1), "out": normal(HEADS, WIDTH, scale=WIDTH**-0.5),
+        "out_bias": torch.zeros(HEADS),
+    }  # fmt: skip
+    return {name: w.requires_grad_() for name, w in made.items()}
+
+
+def _forward(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """[rows, heads]"""
+    from bagu import ops
+
+    hidden = ops.matmul(x[:, None] * w["signs"], w["first"]) + w["first_bias"]
+    hidden = ops.gelu(ops.layer_norm(hidden, w["norm"], w["norm_bias"]))
+    hidden = hidden + ops.gelu(ops.matmul(hidden * w["scales"], w["second"]) + w["second_bias"])
+    return (hidden * w["out"]).sum(-1) + w["out_bias"]
