@@ -1,5 +1,7 @@
 """Verbs that run a model: serve, chat."""
 
+from pathlib import Path
+
 import typer
 
 from bagu.cli.config_file import ConfigFile
@@ -30,6 +32,11 @@ def serve(server: ServerOptions, loader: Loader, engine: EngineConfig, more: Ser
       bagu serve runs/demo/grpo
       bagu serve Qwen/Qwen3-0.6B --port 9000 --quantization int8
     """
+    if (Path(loader.model) / "process.json").is_file():  # a run of process data has a page of its own
+        from bagu.process.http import main
+
+        main(Path(loader.model), server)
+        return
     recipe.serve_main(loader, engine, server, more)
 
 

@@ -69,14 +69,14 @@ def with_options(
     schema: Schema, *, targets: Sequence[str], limits: Sequence[str], groups: Sequence[str], times: Sequence[str]
 ) -> Schema:
     for name, goal in (parse_targets(targets) or {}).items():
-        schema = schema.with_field(replace(schema[name], role="target", goal=goal))
+        schema = schema.with_field(replace(schema[name], role="target", goal=goal))  # type: ignore[arg-type]
         if goal != "none":  # one goal: that of the command
             for field in schema.of("target"):
                 if field.name != name and field.goal != "none" and field.name not in (parse_targets(targets) or {}):
                     schema = schema.with_field(replace(field, goal="none"))
     for role, names in (("group", groups), ("time", times)):
         for name in names:
-            schema = schema.with_field(replace(schema[name], role=role))
+            schema = schema.with_field(replace(schema[name], role=role))  # type: ignore[arg-type]
     schema = replace(schema, limits=tuple(dict.fromkeys((*schema.limits, *limits))))
     for text in limits:  # a limited column is measured, not set: unless it is a setting
         name = limit_name(text)
@@ -244,7 +244,7 @@ def named(made: Process, row: Row) -> str:
 def plain(found: Answer | Refusal) -> dict[str, object]:
     """An answer as plain data, for JSON. A refusal has its words in both languages."""
     if isinstance(found, Refusal):
-        return {"refused": found.kind, "words": {lang: found.words(lang) for lang in ("en", "zh")}}  # type: ignore[arg-type]
+        return {"refused": found.kind, "words": {lang: found.words(lang) for lang in ("en", "zh")}}
     return {"refused": None, **asdict(found)}
 
 

@@ -26,7 +26,9 @@ class Encoder:
     @classmethod
     def of(cls, table: Table, fields: Sequence[Field]) -> Self:
         """Constant columns are left out: nothing can be learned from them."""
-        kept, centre, scale = [], [], []
+        kept: list[Field] = []
+        centre: list[float] = []
+        scale: list[float] = []
         for field in fields:
             column = table[field.name]
             filled = column.values[~column.missing]

@@ -126,12 +126,12 @@ def _fit_one(
         gp = GP.fit(x, y)
         found = {n: _held_out_gp(gp, x, y, s) for n, s in splits.items()}
         return Fitted(gp, {n: f[0] for n, f in found.items()}, {n: f[1] for n, f in found.items()})
-    kind = {"mean": Mean, "ridge": Ridge, "mlp": Mlp}[name]
+    kinds: dict[str, Callable[[np.ndarray, np.ndarray], Model]] = {"mean": Mean.fit, "ridge": Ridge.fit, "mlp": Mlp.fit}
 
     def fit(rows: np.ndarray, target: np.ndarray) -> Model:
         if name == "mlp" and time.monotonic() > deadline:
             raise TimeoutError
-        return kind.fit(rows, target)
+        return kinds[name](rows, target)
 
     try:
         return Fitted(fit(x, y), {n: _held_out(x, y, s, fit) for n, s in splits.items()})
@@ -183,7 +183,7 @@ def _joined(
         name: tuple(_score(s, y, held[s], done["mean"].held_out[s]) for s in dict.fromkeys((honest, cal, "random")))
         for name, held in {**{n: f.held_out for n, f in done.items()}, "ensemble": joined}.items()
     }
-    forward = ()
+    forward: tuple[float, ...] = ()
     if honest == "forward":
         ratios = np.abs(y - joined[honest]) / np.sqrt(done["gp"].spread[honest] ** 2)
         forward = tuple(float((ratios[test] <= model.quantile).mean()) for _, test in splits.honest.folds)

@@ -1,7 +1,7 @@
 """Sixteen networks that share their weights: an MLP whose heads scale inputs and outputs of each layer (TabM, 2024).
 
 The layers are bagu's ops. Heads start with random signs of the first scaling, so that they differ; the prediction is
-their mean. Training is full-batch AdamW for a fixed number of steps with a fixed seed: the same bits for the same rows.
+their mean. Training is AdamW for a fixed number of steps with a fixed seed: the same bits for the same rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-HEADS, WIDTH, STEPS, RATE, DECAY, BATCH = 16, 64, 300, 4e-3, 3e-2, 512
+HEADS, WIDTH, STEPS, RATE, DECAY, BATCH = 16, 32, 200, 8e-3, 3e-2, 128
 
 
 @dataclass(frozen=True)

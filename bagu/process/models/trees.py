@@ -67,7 +67,10 @@ class Trees:
             found.append((feature, np.array(lines["threshold"].split(), float), left, right, leaf))
         nodes, leaves = max(len(t[0]) for t in found), max(len(t[4]) for t in found)
         padded = [np.stack([np.pad(t[i], (0, nodes - len(t[i]))) for t in found]) for i in range(4)]
-        return cls(text, *padded, np.stack([np.pad(t[4], (0, leaves - len(t[4]))) for t in found]))
+        feature, threshold, left, right = padded
+        return cls(
+            text, feature, threshold, left, right, np.stack([np.pad(t[4], (0, leaves - len(t[4]))) for t in found])
+        )
 
 
 def offered() -> bool:

@@ -83,7 +83,7 @@ class Server:
             allowed_origins=options.origins, created=int(time.time()),
             request_timeout=options.request_timeout, observers=tuple(observers),
         )  # fmt: skip
-        self._listener = _listen(options.host, options.port)
+        self._listener = listen(options.host, options.port)
         settings = parts.uvicorn.Config(
             parts.make_app(api(models, metrics, config)), http=parts.connection_class(options.request_timeout),
             log_level=options.log_level, access_log=False, server_header=False, ws="none", lifespan="on",
@@ -124,7 +124,7 @@ def _run(server: Any, listener: socket.socket) -> None:
             signal.signal(number, handler)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     if os.name == "posix":
