@@ -14,7 +14,7 @@ from bagu.process.recommend import recommend
 from bagu.process.run import Process, fit_process
 
 FIRST = 0.7  # share of the rows that the model sees
-MOST = 60  # later rows that are asked about
+MOST = 36  # later rows that are asked about
 
 
 @dataclass(frozen=True)

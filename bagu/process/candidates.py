@@ -20,7 +20,7 @@ class Box:
 
     def __init__(self, process: Process, now: Row, moves: Mapping[str, float]) -> None:
         self.process = process
-        self.fields = [f for f in process.encoder.fields if f.role == "setting"]
+        self.fields = [process.schema[f.name] for f in process.encoder.fields if f.role == "setting"]
         if not self.fields:
             raise ArgumentError(
                 "no setting varies in the data", hint="settings that never changed cannot be recommended"

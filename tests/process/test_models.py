@@ -65,10 +65,10 @@ def test_ridge_finds_a_quadratic_and_the_gp_beats_it_on_waves() -> None:
 
 
 def test_the_mlp_learns_and_gives_the_same_bits() -> None:
-    (x, y), (probes, truth) = waves(300, 5), waves(100, 6, noise=0)
+    (x, y), (probes, truth) = waves(120, 5), waves(100, 6, noise=0)
     a, b = Mlp.fit(x, y), Mlp.fit(x, y)
     np.testing.assert_array_equal(a.predict(probes), b.predict(probes))
-    assert ((a.predict(probes) - truth) ** 2).mean() < 0.25 * truth.var()
+    assert ((a.predict(probes) - truth) ** 2).mean() < 0.35 * truth.var()
     np.testing.assert_array_equal(Mlp.from_arrays(a.arrays()).predict(probes), a.predict(probes))
 
 
