@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from bagu.cli.config_file import ConfigFile
-from bagu.cli.found import check_model
+from bagu.cli.found import check_files, check_model
 from bagu.cli.options import takes
 from bagu.recipes import serve as recipe
 from bagu.recipes.loader import Loader
@@ -49,4 +49,5 @@ def chat(options: ChatOptions) -> None:
       bagu chat http://127.0.0.1:8000 --prompt "What is a KV cache?"
     """
     check_model(options.model)
+    check_files(options.index)
     raise typer.Exit(recipe.chat_main(options))

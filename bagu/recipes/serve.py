@@ -35,6 +35,10 @@ class ChatOptions:
     temperature: Annotated[float | None, Option("0 is greedy. Default: the server's or model's, or 0.7.")] = None
     max_tokens: Annotated[int | None, Option("Maximum answer length. Default: the rest of the context.")] = None
     prompt: Annotated[str | None, Option("Answer this one prompt and exit.")] = None
+    index: Annotated[
+        Path | None,
+        Option("Answer from the documents of this index, with sources.", flags=("--with",), metavar="INDEX"),
+    ] = None
     tokenizer: Annotated[str | None, TOKENIZER] = None
     dtype: Annotated[str, MODEL_DTYPE] = "auto"
     api_key: Annotated[str | None, API_KEY] = None
@@ -107,11 +111,14 @@ def chat_main(options: ChatOptions) -> int:
     wait_briefly()
     from bagu.recipes.find import find_model
     from bagu.recipes.generation import read_generation
+    from bagu.retrieve.conversation import Conversation
+    from bagu.retrieve.store import Store
     from bagu.serve.chat import terminal
     from bagu.serve.chat.clients import EngineChat, HttpChat
 
     model, settings = options.model, options.sampling
-    show = partial(terminal.main, system=options.system, prompt=options.prompt)
+    documents = None if options.index is None else Conversation(Store(options.index, read_only=True))
+    show = partial(terminal.main, system=options.system, prompt=options.prompt, documents=documents)
     if model.startswith(("http://", "https://")):
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(options, k) not in (None, "auto")]
         if given:

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.terminal import Terminal, counted
+from bagu.retrieve.conversation import Conversation
 from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
 
 SETTINGS = {  # the settings of /set and their types
@@ -49,6 +50,12 @@ class Session:
     system: str = ""
     settings: dict[str, float | int] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
+    documents: Conversation | None = None  # where passages for each question come from
+
+    def ask(self, question: str) -> None:
+        """Append the user's message, with the passages that were found for it."""
+        content = question if self.documents is None else self.documents.ask(question)
+        self.messages.append({"role": "user", "content": content})
 
     def prompt(self) -> list[Message]:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
@@ -163,14 +170,15 @@ def main(
     prompt: str | None = None,
     console: Console | None = None,
     read: Callable[[str], str] | None = None,
+    documents: Conversation | None = None,
 ) -> int:
     """Chat until the input ends; with `prompt`, answer only that. Returns the exit status."""
     console = console or Terminal(highlight=False)
-    session = Session(chat=chat, system=system)
+    session = Session(chat=chat, system=system, documents=documents)
     session.settings = dict(settings or {})
     sampling_of(session.settings)
     if prompt is not None:
-        session.messages.append({"role": "user", "content": prompt})
+        session.ask(prompt)
         return int(not _answer(session, console))
     read = read or _reader()
     console.print(f"{chat.name} · /help", style="dim", markup=False)
@@ -191,7 +199,7 @@ def main(
 def _add_message(session: Session, line: str) -> bool:
     """Append the user's message; for /retry remove the last answer instead. False if there is nothing to answer."""
     if line != "/retry":
-        session.messages.append({"role": "user", "content": line})
+        session.ask(line)
     elif session.messages and session.messages[-1]["role"] == "assistant":
         session.messages.pop()
     return bool(session.messages)
@@ -210,6 +218,8 @@ def _answer(session: Session, console: Console) -> bool:
         _print_error(console, error)
         return False
     console.print()
+    for line in () if session.documents is None else session.documents.sources(session.messages[-1]["content"]):
+        console.print(line.translate(CONTROL_SYMBOLS), style="dim", markup=False)
     console.print(stats.describe(), style="dim")
     return True
 
