@@ -1,10 +1,19 @@
 """Verbs over documents: index, search."""
 
+from typing import Any
+
 import typer
 
 from bagu.cli.found import check_files
 from bagu.cli.options import takes
 from bagu.retrieve.options import IndexOptions, SearchOptions
+
+
+def embedder(name: str) -> Any:
+    """A model that gives vectors: retrieve does not import recipes."""
+    from bagu.recipes.embedder import ModelEmbedder
+
+    return ModelEmbedder(name)
 
 
 @takes(IndexOptions)
@@ -13,12 +22,12 @@ def index(given: IndexOptions) -> None:
 
     Examples:
       bagu index docs/ src/ --out idx
-      bagu index papers/ --out idx --size 128 --overlap 32
+      bagu index papers/ --out idx --embedder runs/embed
     """
     check_files(*given.paths)
     from bagu.retrieve.command import index_main
 
-    raise typer.Exit(index_main(given))
+    raise typer.Exit(index_main(given, embedder))
 
 
 @takes(SearchOptions)
@@ -32,4 +41,4 @@ def search(given: SearchOptions) -> None:
     check_files(given.index)
     from bagu.retrieve.command import search_main
 
-    raise typer.Exit(search_main(given))
+    raise typer.Exit(search_main(given, embedder))

@@ -10,6 +10,7 @@ from bagu.errors import BaguError, UnknownName
 from bagu.nn.presets import preset
 from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
 from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig
+from bagu.train.objectives.contrastive import Contrastive
 from bagu.train.objectives.distill import Distillation
 from bagu.train.objectives.masked import MaskedLanguageModelling
 from bagu.train.objectives.on_policy_distill import OnPolicyDistillation
@@ -82,6 +83,19 @@ def mlm() -> Run:
             schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
         ),
     )
+
+
+def contrastive() -> Run:
+    """An embedder from the model given with `--from`, on pairs of query and passage; by default docstrings and
+    functions of the standard library."""
+    return Run(
+        objective=Contrastive(), init_from="", sources={"pairs": SourceConfig()},
+        data=DataConfig(context=128, rows=64, packing="whole"),
+        train=TrainConfig(
+            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=5e-4),
+            schedule=ScheduleConfig(kind="linear", warmup_steps=10),
+        ),
+    )  # fmt: skip
 
 
 def sft() -> Run:
@@ -195,7 +209,21 @@ def _rollout_training() -> TrainConfig:
 
 RECIPES: dict[str, Callable[[], Run]] = {
     f.__name__: f
-    for f in (small, gpt2_124m, llama_1b, mlm, sft, lora, distill, on_policy_distill, reward, dpo, grpo, ppo)
+    for f in (
+        small,
+        gpt2_124m,
+        llama_1b,
+        mlm,
+        contrastive,
+        sft,
+        lora,
+        distill,
+        on_policy_distill,
+        reward,
+        dpo,
+        grpo,
+        ppo,
+    )
 }
 
 

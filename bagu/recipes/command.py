@@ -193,6 +193,8 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
 
 def _next_command(run: Run, done: Trained, out: Path) -> str:
     """What to do with the model of a finished run."""
+    if run.objective.kind == "contrastive":
+        return f"bagu index DOCUMENTS --out idx --embedder {out}"
     if run.objective.kind in ("mlm", "reward"):
         return f"bagu serve {out}"
     if done.tokenizer.chat_template is not None and run.init_from is not None:

@@ -111,13 +111,19 @@ def chat_main(options: ChatOptions) -> int:
     wait_briefly()
     from bagu.recipes.find import find_model
     from bagu.recipes.generation import read_generation
+    from bagu.retrieve.command import open_embedder
     from bagu.retrieve.conversation import Conversation
     from bagu.retrieve.store import Store
     from bagu.serve.chat import terminal
     from bagu.serve.chat.clients import EngineChat, HttpChat
 
     model, settings = options.model, options.sampling
-    documents = None if options.index is None else Conversation(Store(options.index, read_only=True))
+    documents = None
+    if options.index is not None:
+        from bagu.recipes.embedder import ModelEmbedder
+
+        store = Store(options.index, read_only=True)
+        documents = Conversation(store, open_embedder(store, None, ModelEmbedder))
     show = partial(terminal.main, system=options.system, prompt=options.prompt, documents=documents)
     if model.startswith(("http://", "https://")):
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(options, k) not in (None, "auto")]

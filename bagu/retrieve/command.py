@@ -2,21 +2,22 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from bagu.errors import ArgumentError
-from bagu.retrieve.core import Hit, search
+from bagu.retrieve.core import Embedder, Hit, search
 from bagu.retrieve.options import IndexOptions, SearchOptions
 from bagu.retrieve.split import Chunking
 from bagu.retrieve.store import Store
 from bagu.retrieve.update import Update, update
 
 SHOWN = 240  # characters of a passage
+Load = Callable[[str], Embedder]  # a model by its name; this part does not load models
 
 
-def index_main(given: IndexOptions) -> int:
+def index_main(given: IndexOptions, load: Load) -> int:
     """Update the index; 1 if nothing could be read."""
     chunking = Chunking(size=given.size, overlap=given.overlap)
     with Store(given.out) as store:
@@ -27,8 +28,9 @@ def index_main(given: IndexOptions) -> int:
             raise ArgumentError(f"the passages of {given.out} have other sizes", hint=hint)
         with store.transaction():
             store.set_meta("chunking", asked)
+        embedder = open_embedder(store, given.embedder, load)
         paths = [Path(path) for path in given.paths]
-        done = update(store, paths, chunking=chunking, told=_progress)
+        done = update(store, paths, embedder=embedder, chunking=chunking, told=_progress)
         lexicon, _ = store.snapshot()
         files, passages = len(store.files()), lexicon.alive
     if given.as_json:
@@ -39,12 +41,12 @@ def index_main(given: IndexOptions) -> int:
     return 1 if done.problems and not files else 0
 
 
-def search_main(given: SearchOptions) -> int:
+def search_main(given: SearchOptions, load: Load) -> int:
     """Print the best passages; 1 if there are none."""
     if not 1 <= given.k <= 1000:
         raise ArgumentError(f"-k {given.k}", hint="1 to 1000")
     with Store(given.index, read_only=True) as store:
-        hits = search(store, given.query, given.k)
+        hits = search(store, given.query, given.k, embedder=open_embedder(store, given.embedder, load))
         count = store.snapshot()[0].alive
     if given.as_json:
         print(json.dumps([asdict(hit) | {"place": hit.passage.place} for hit in hits], ensure_ascii=False))
@@ -53,6 +55,13 @@ def search_main(given: SearchOptions) -> int:
     for number, hit in enumerate([] if given.as_json else hits, 1):
         print("\n".join(_lines(number, hit, given.explain)))
     return 0 if hits else 1
+
+
+def open_embedder(store: Store, given: str | None, load: Load) -> Embedder | None:
+    """The embedder that is asked for, or the one that made the vectors of the index."""
+    about = store.meta("embedder")
+    name = given or (None if about is None else about["name"])
+    return None if name is None else load(name)
 
 
 def _progress(done: Update, paths: Sequence[str]) -> None:

@@ -15,6 +15,9 @@ class IndexOptions:
         Argument("Files and folders: text, Markdown, source code, HTML, JSON, JSON lines, PDF.", metavar="PATH"),
     ]
     out: Annotated[Path, Option("The index, one file. The same command again updates it.")] = Path("idx")
+    embedder: Annotated[
+        str | None, Option("Also store vectors, made by this model: bagu train --recipe contrastive.", metavar="MODEL")
+    ] = None
     size: Annotated[int, Option("Longest passage, in estimated tokens.")] = 256
     overlap: Annotated[int, Option("Tokens that a passage repeats of the one before it.")] = 0
     as_json: Annotated[bool, options.AS_JSON] = False
@@ -25,6 +28,9 @@ class SearchOptions:
     index: Annotated[Path, Argument("An index, from `bagu index`.", metavar="INDEX")]
     query: Annotated[str, Argument("Words or a question, in any language.", metavar="QUERY")]
     k: Annotated[int, Option("Number of passages.", flags=("-k",))] = 5
+    embedder: Annotated[
+        str | None, Option("Where the model of the vectors is, if it was moved. Default: as indexed.", metavar="MODEL")
+    ] = None
     explain: Annotated[
         bool, Option("Print the rank in each ranking and the words that were found.", flags=("--explain",))
     ] = False

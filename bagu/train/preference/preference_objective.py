@@ -13,6 +13,7 @@ from bagu.data.preference_batch import PreferenceBatch
 from bagu.data.preference_loader import PreferenceLoader, evaluation_batches
 from bagu.data.preference_set import PreferenceSet
 from bagu.data.preferences import PreferenceCorpus, PreferenceEncoder, preference_store
+from bagu.data.table_corpus import TableCorpus
 from bagu.machine.cache import cache_folder
 from bagu.nn.config import ModelConfig
 from bagu.train.loss import Totals
@@ -95,7 +96,7 @@ class PreferenceObjective(Objective[PreferenceBatch]):
 def preference_data(
     train: Mapping[str, PreferenceSet],
     held: Mapping[str, PreferenceSet],
-    corpora: Mapping[str, PreferenceCorpus],
+    corpora: Mapping[str, TableCorpus],
     data: DataConfig,
     *,
     mismatched: bool,
