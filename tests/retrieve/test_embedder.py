@@ -48,7 +48,7 @@ def test_train_index_search(
 def test_a_row_that_is_no_pair_is_named(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"query": "a", "passage": "b"}\n{"query": "a"}\n')
     corpus = PairCorpus.of(
-        "pairs", SourceConfig(path=str(tmp_path / "pairs.jsonl")), Selection(dedup=False, validation=0.1, seed=0)
+        "pairs", SourceConfig(path=str(tmp_path / "pairs.jsonl")), Selection(dedup="auto", validation=0.1, seed=0)
     )
     with pytest.raises(BaguError, match=r"pairs\.jsonl.*2 is not a pair"):
         list(corpus.pairs("train"))
