@@ -79,7 +79,7 @@ class Chart:
                     _marks(scale, self.marks),
                     *(_dashes(scale, reference) for reference in self.references),
                     *(_curve(scale, line, number) for number, line in enumerate(lines)),
-                    _names(scale, self.references),
+                    _names(scale, self.references, lines),
                     _legend(lines),
                     _bands(scale, lines, self.x_name, self.unit),
                 ]
@@ -198,8 +198,9 @@ def _dashes(scale: _Scale, reference: Reference) -> str:
     return f'<path class="reference" d="M{LEFT:g} {scale.y(reference.y):.1f}H{WIDTH - RIGHT:g}"/>'
 
 
-def _names(scale: _Scale, references: Sequence[Reference]) -> str:
-    """The names of the reference lines at the right, above the curves, spaced so that they do not overlap."""
+def _names(scale: _Scale, references: Sequence[Reference], lines: Sequence[Line]) -> str:
+    """The names of the reference lines, at the side where the curves are farther from them, spaced so that they do not
+    overlap."""
     ordered, places, free = sorted(references, key=lambda r: -r.y), list[float](), TOP + FONT
     for reference in ordered:
         places.append(max(scale.y(reference.y) - 3, free))
@@ -208,8 +209,15 @@ def _names(scale: _Scale, references: Sequence[Reference]) -> str:
     for number in reversed(range(len(places))):  # those that were moved below the plot come back, and push the others
         places[number] = min(places[number], free)
         free = places[number] - FONT - 1
+    middle, points = (scale.x0 + scale.x1) / 2, [point for line in lines for point in line.points]
+
+    def distance(side: list[float]) -> float:
+        return min((abs(scale.y(y) - scale.y(r.y)) for y in side for r in references), default=0.0)
+
+    left = distance([y for x, y in points if x < middle]) > distance([y for x, y in points if x >= middle])
+    x, anchor = (LEFT + 2, "start") if left else (WIDTH - RIGHT - 2, "end")
     return "".join(
-        _label(WIDTH - RIGHT - 2, at, f"{reference.name} {human(reference.y)}", "halo", anchor="end")
+        _label(x, at, f"{reference.name} {human(reference.y)}", "halo", anchor=anchor)
         for reference, at in zip(ordered, places, strict=True)
     )
 

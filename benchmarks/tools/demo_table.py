@@ -12,8 +12,10 @@ WORDS = {
     "en": {
         "head": ("machine", "task", "items", "different"),
         "caption": "Share of correct items after each stage, with 95 % intervals by the bootstrap over files; **bold** "
-        "where the interval of the paired change from the stage before is above 0. `write`: write a function with a "
-        "name that no training file has; it must pass every check. `different`: the share of different function "
+        "where the interval of the paired change from the stage before is above 0. `compose`: write a function that is "
+        "specified in words, of an order of verbs and with a name that no stage trains on; `compose_long`: of more "
+        "verbs than any that is trained on. `write`: write a function of the library with a name that no training "
+        "file has; it must pass every check. `different`: the share of different function "
         "bodies in the answers of the last stage. At commit {commit}. Reproduce with `bagu demo`.",
         "machine": "{machine}, `--minutes {limit:.0f}`: {parameters:.1f} M parameters, {tokens:.1f} M tokens, "
         "{bits:.3f} bits/byte (gzip {gzip:.3f}), {time}",
@@ -23,7 +25,8 @@ WORDS = {
     "zh": {
         "head": ("机器", "任务", "题数", "互不相同"),
         "caption": "每个阶段之后答对的比例，附按文件做自助法（bootstrap）得到的 95 % 区间；与上一阶段的配对差的区间高于"
-        " 0 的用**粗体**。`write`：写一个训练文件里没有的名字的函数，须通过全部检查；“互不相同”：最后一阶段的回答中"
+        " 0 的用**粗体**。`compose`：按文字说明写函数，其动词的顺序和函数名在任何阶段都没有训练过；"
+        "`compose_long`：动词比训练过的都多。`write`：写一个训练文件里没有的名字的函数，须通过全部检查；“互不相同”：最后一阶段的回答中"
         "不同函数体所占的比例。提交 {commit}。用 `bagu demo` 复现。",
         "machine": "{machine}，`--minutes {limit:.0f}`：{parameters:.1f} M 参数，{tokens:.1f} M token，"
         "{bits:.3f} bits/byte（gzip {gzip:.3f}），{time}",

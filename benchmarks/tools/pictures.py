@@ -29,7 +29,7 @@ def chat_page(model: Path, questions: Sequence[str], out: Path) -> None:
     browser_path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with running_server(model) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1000, "height": 420})
+        page = browser.new_page(viewport={"width": 1000, "height": 480})
         page.set_default_timeout(120_000)
         page.goto(url)
         page.wait_for_selector("#model option", state="attached")
