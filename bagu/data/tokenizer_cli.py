@@ -75,6 +75,7 @@ def train_main(out: Path, *, path: Path | None = None, vocab_size: int = 4096, m
     console.print(f"{tokenizer.vocab_size} tokens from {size / MB:.1f} MB in {seconds:.1f} s, saved in {out}")
     if tokenizer.vocab_size < vocab_size:
         console.print(f"the text has no more merges to learn: {vocab_size} tokens were requested")
+    console.print(f"next: bagu tokenizer stats {out}", highlight=False, soft_wrap=True)
     return tokenizer
 
 

@@ -54,6 +54,7 @@ def run_labs(
         if reason is not None:
             console.print(f"[yellow]no plot[/]: {escape(reason)}")
         console.print(f"[dim]{counted(len(result.rows), 'row')} in {result.seconds:.1f} s → {escape(str(folder))}[/]")
+    console.print(f"[dim]next: bagu lab report --out {out}[/]", soft_wrap=True)
     return 0
 
 

@@ -256,4 +256,8 @@ def export_main(given: ExportOptions) -> None:
         export_onnx(loaded, out)
     else:
         save_model(loaded, tokenizer, out, start=found)
-    Terminal().print(f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False)
+    Terminal().print(
+        f"{sum(p.numel() for p in loaded.parameters()):,} parameters → {out}", highlight=False, soft_wrap=True
+    )
+    if format != "onnx":
+        Terminal().print(f"next: bagu serve {out}", highlight=False, soft_wrap=True)

@@ -80,7 +80,9 @@ def eval_main(given: EvalOptions) -> int:
         print(json.dumps([_plain(result) for result in results], indent=1, ensure_ascii=False))
     else:
         console.print(table(results))
-        console.print(f"[dim]every item: {folder}/TASK/items.jsonl[/]")
+        console.print(
+            f"[dim]every item: {folder}/TASK/items.jsonl; next: bagu compare OTHER {folder}[/]", soft_wrap=True
+        )
     return 0
 
 
