@@ -81,8 +81,10 @@ def try_lines(file: Path, name: str | None, *, steps: int) -> Iterator[str]:
     """The lines of `bagu drill try`: the answer must be right first."""
     from bagu.lab.drill.swap import run_both
 
+    yield f"the trials of {file} first:"
     found, graded = graded_file(file, name, None, gate=False)
     if not graded.right:
         first = graded.failures[0]
         raise ArgumentError(f"{file} is not right yet: {first.message}", hint="bagu drill check FILE")
+    yield f"  {graded.passed} of {graded.passed} are right"
     yield from run_both(found, file, steps=steps)

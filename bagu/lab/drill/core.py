@@ -72,7 +72,6 @@ class Drill:
     functions: Sequence[str] = ()  # what an answer must define
     forbidden: Sequence[str] = ()  # ATen operations and functions of torch that would be the answer itself
     modules: Sequence[str] = ()  # further modules that an answer may not import
-    replaces: str = ""  # the part of bagu that `try` replaces, as module:attribute; ops name themselves
     op: str = ""  # the op whose spec is the truth
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments of the op that the drill leaves out
 

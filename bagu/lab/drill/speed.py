@@ -27,7 +27,7 @@ from bagu.errors import BaguError
 from bagu.lab.drill import catalogue, wire
 from bagu.lab.drill.core import Drill
 from bagu.lab.drill.oracles.ops import reduced
-from bagu.lab.drill.swap import load
+from bagu.lab.drill.places import load
 from bagu.machine.ceilings import Ceilings, measure_ceilings
 from bagu.ops.contract.core import Case, OpSpec, Streams
 from bagu.ops.contract.signature import sizes

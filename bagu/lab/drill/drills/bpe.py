@@ -83,7 +83,6 @@ DRILL = Drill(
     oracle="bpe",
     functions=("train", "encode"),
     modules=("tokenizers", "transformers", "sentencepiece", "tiktoken"),
-    replaces="bagu.lab.drill.swap:BPE",
     hints=(
         Text("Count words once, pairs by the counts of their words.", "先统计词频，再按词频累计相邻对。"),
         Text("After a merge, 'aaa' with (a, a) is 'aa', 'a': scan from the left and skip two.", "合并 (a, a) 后 'aaa' 是 'aa','a'：从左扫描，命中后跳两格。"),

@@ -49,7 +49,6 @@ DRILL = Drill(
     oracle="ring",
     functions=("all_reduce",),
     modules=("torch.distributed",),
-    replaces="bagu.parallel.ring:ring_all_reduce",
     hints=(
         Text("Cut the tensor into as many chunks as there are ranks. What does one rank have to end up with?", "把张量切成 N 块；每个 rank 最后各完成哪一块？"),
         Text("N - 1 rounds: send one chunk to the right, add the one from the left to your own; then N - 1 rounds that only copy.", "N-1 轮：向右发一块，把左边来的加到自己的块上；再来 N-1 轮只复制。"),

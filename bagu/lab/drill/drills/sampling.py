@@ -67,7 +67,6 @@ DRILL = Drill(
     oracle="decoding",
     functions=("distribution", "draw"),
     forbidden=("multinomial",),
-    replaces="bagu.lab.drill.swap:SAMPLER",
     hints=(
         Text("The set of top-p contains the token that crosses the mass.", "top-p 的集合包含跨过阈值的那个词。"),
         Text("Sort once, keep k, renormalise, then look at the mass before each token.", "排序一次，取 k 个，归一化，再看每个词之前的累计质量。"),
