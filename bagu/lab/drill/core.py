@@ -116,11 +116,11 @@ GENERIC_HINTS = (
 def read_spec(op: str) -> tuple[str, str]:
     """The docstring and the signature of an op, read from its source: importing it would import torch."""
     tree = ast.parse((OPS / op / "spec.py").read_text(encoding="utf-8"))
-    found = next(
-        k.value for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "OpSpec"
-        for k in node.keywords if k.arg == "signature"
-    )  # fmt: skip
-    return str(ast.get_docstring(tree)), ast.literal_eval(found)
+    made = (n.value for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign) and isinstance(n.value, ast.Call))
+    spec = next(call for call in made if isinstance(call.func, ast.Name) and call.func.id == "OpSpec")
+    found = next(k.value for k in spec.keywords if k.arg == "signature")
+    parts = found.values if isinstance(found, ast.JoinedStr) else [found]  # only what is kept (after `;`) is inserted
+    return str(ast.get_docstring(tree)), "".join(str(p.value) for p in parts if isinstance(p, ast.Constant))
 
 
 def op_stub(name: str, doc: str, signature: str, level: str, fixed: Mapping[str, Any]) -> str:

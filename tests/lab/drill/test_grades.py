@@ -73,8 +73,10 @@ def test_every_op_is_a_drill() -> None:
     from bagu.ops.catalogue import SPECS
 
     assert {d.op for d in written().values() if d.op} | set(ops()) == set(SPECS)
-    made = Drill.of(SPECS["gelu"])
-    assert "def forward(" in made.stubs["triton"] and "gelu" in made.task.en.lower()
+    for name in ops():
+        head = f"def forward({', '.join(SPECS[name].names)}):\n    raise NotImplementedError"
+        assert head in drill(name).stubs["triton"]
+    assert "gelu" in Drill.of(SPECS["gelu"]).task.en.lower()
 
 
 def test_list_start_and_hint_need_no_torch() -> None:
