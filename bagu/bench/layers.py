@@ -29,6 +29,7 @@ from bagu.bench.layer_list import LAYERS, Layer
 from bagu.bench.onnx_runner import onnx_runner, why_no_onnx
 from bagu.bench.ops_timing import peak_bytes
 from bagu.bench.options import LayersBench, OpSetting
+from bagu.bench.sas import read_sas, sas_lines, write_sas
 from bagu.bench.sizing import dtype_named
 from bagu.bench.units import duration
 from bagu.errors import ArgumentError, UnknownName
@@ -55,16 +56,24 @@ def main(given: LayersBench, setting: OpSetting) -> int:
         raise ArgumentError(
             f"batches {list(batches)}, {seconds} seconds", hint="a batch is 1 or more, the time 0 or more"
         )
+    sizes = batches or ((1, 8, 32) if where.type == "cuda" else (1, 8))
+    if given.write_sas is not None:
+        written = write_sas(given.write_sas, {n: layers[n] for n in names or layers}, sizes)
+        print(f"{given.write_sas}: {', '.join(written)} (no SAS was run here; see bagu/bench/sas.py)")
+        return 0
+    theirs = [] if given.read_sas is None else read_sas(given.read_sas)
     chosen = dtype_named(setting.dtype or ("bf16" if where.type == "cuda" else "fp32"))
     rows = Rows.of(setting, "layers")
     if (reason := why_no_onnx(where)) is not None:
         rows.console.print(f"[yellow]note[/]  no ONNX Runtime: {reason}")
     scrub = flush_buffer(where)
     for layer in (layers[name] for name in names or layers):
-        for batch in batches or ((1, 8, 32) if where.type == "cuda" else (1, 8)):
+        for batch in sizes:
             found = _rows(layer, batch, chosen, where, compiled=given.compile, seconds=seconds, scrub=scrub)
             rows.add(found)
             rows.show(_table(layer, batch, found))
+            for line in sas_lines(theirs, found):
+                rows.console.print(line)
     if given.plot and rows.record is not None:
         reason = draw(rows.all, rows.record.parent / "plots" / rows.record.stem)
         rows.console.print(f"[dim]{len(rows.all)} rows → {rows.record}{f'; no plot: {reason}' if reason else ''}[/]")

@@ -109,6 +109,8 @@ class LayersBench:
     compile: Annotated[bool, Option("Also time torch.compile (slow).")] = True
     seconds: Annotated[float, Option("Seconds to measure each implementation and pass.")] = 0.3
     plot: Annotated[bool, Option("Write one plot per layer next to the results.")] = True
+    write_sas: Annotated[Path | None, Option("Write a SAS program that times these layers, and end.")] = None
+    read_sas: Annotated[Path | None, Option("Show the times of that program beside bagu's.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
