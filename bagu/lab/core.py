@@ -25,6 +25,7 @@ from bagu.lab.rows import numbers_in as numbers_in
 from bagu.lab.rows import where as where
 
 SCHEMA = "bagu.lab/1"
+LOADED = 1.5  # waiting processes a core: times of a machine with more are marked
 
 Kind = Literal["held", "did not hold", "holds only where", "not decided"]
 CLASS = {"held": "held", "did not hold": "not", "holds only where": "only", "not decided": "open"}  # in style sheets
@@ -162,6 +163,11 @@ class Result:
     seconds: float
     code: str = ""  # a digest of the lab's code; "" in a record from before there was one
     load: float | None = None  # waiting processes a core when the run began; None if the system does not say
+
+    @property
+    def loaded(self) -> bool:
+        """Whether times decide this lab and other programs were using the machine."""
+        return self.lab.evidence == "timing" and (self.load or 0.0) > LOADED
 
     def to_json(self) -> str:
         """Strict JSON: NaN or infinity in a row is a bug of the lab (use None for a missing number)."""

@@ -14,7 +14,6 @@ from bagu.errors import BaguError
 from bagu.lab import catalogue
 from bagu.lab.core import CLASS, WORD_ZH, Result, Row
 from bagu.lab.draw import FILES
-from bagu.lab.run import loaded
 from bagu.lab.svg import inline
 from bagu.machine.device import this_machine
 from bagu.runs.html import facts, grid
@@ -72,7 +71,7 @@ def article(result: Result, folder: Path) -> str:
     rows = f"<details><summary>{len(result.rows)} rows</summary>{table(result.rows)}</details>" if result.rows else ""
     machine = facts(result.environment.items())
     how = f"{'quick' if result.quick else 'full'} run on {result.device}, {result.seconds:.1f} s"
-    if loaded(result):
+    if result.loaded:
         how += f", on a loaded machine ({result.load} waiting processes a core): times may be off"
     stale = lab.name in catalogue.sources() and result.code != catalogue.code_digest(lab.name)
     words = facts(

@@ -25,7 +25,6 @@ from bagu.runs.record import ensure_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow", "not decided": "blue"}
 SEEDS = 3  # the fewest that decide where models are trained and compared
-LOADED = 1.5  # waiting processes a core: times of a machine with more are marked
 
 
 def run_labs(
@@ -65,7 +64,7 @@ def show(result: Result, console: Console) -> None:
     console.print(f"[{COLOUR[v.kind]}]{v.kind}[/]{size}: {escape(v.sentence_en)}\n{escape(v.sentence_zh)}")
     if v.takes_en:
         console.print(f"To decide: {escape(v.takes_en)}\n要下结论：{escape(v.takes_zh)}")
-    if loaded(result):
+    if result.loaded:
         console.print(f"[yellow]loaded[/]: {result.load:.1f} waiting processes a core when it began; times may be off")
 
 
@@ -76,11 +75,6 @@ def is_current(path: Path, name: str, *, quick: bool) -> bool:
     except BaguError:  # a kill may have left it
         return False
     return result is not None and result.quick == quick and result.code == catalogue.code_digest(name)
-
-
-def loaded(result: Result) -> bool:
-    """Whether times decide this lab and other programs were using the machine."""
-    return result.lab.evidence == "timing" and (result.load or 0.0) > LOADED
 
 
 def judged(lab: Lab, rows: Sequence[Row], *, quick: bool) -> Verdict:

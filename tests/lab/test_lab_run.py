@@ -225,7 +225,7 @@ def test_times_of_a_loaded_machine_are_marked(out: Path) -> None:
         console = Console(file=io.StringIO(), width=80)
         run.show(replace(result, load=load), console)
         assert ("loaded" in console.file.getvalue()) == marked  # type: ignore[attr-defined]
-    assert not run.loaded(replace(result, load=9.0, lab=replace(result.lab, evidence="counting")))
+    assert not replace(result, load=9.0, lab=replace(result.lab, evidence="counting")).loaded
 
 
 def test_another_code_has_another_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
