@@ -35,11 +35,11 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow"
 
-# What a change most often breaks, without servers, engines and whole training runs.
+# What a change most often breaks, without servers, engines, whole training runs, and the tests that mostly start processes.
+PROCESSES := $(addprefix tests/test_,wheel.py examples.py api_reference.py cli_speed.py)
 test-quick: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" \
-		$(wildcard tests/test_*.py) tests/data tests/nn/test_model.py tests/train/test_step.py tests/eval tests/runs \
-		--deselect tests/test_wheel.py
+		$(filter-out $(PROCESSES),$(wildcard tests/test_*.py)) tests/data tests/nn/test_model.py tests/train/test_step.py tests/eval tests/runs
 
 test-full: $(VENV)/ready test-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu"
