@@ -7,13 +7,16 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from bagu.errors import ArgumentError
 from bagu.lab.drill.core import Drill
+
+# the owner of attributes, and what takes the place of each
+Place = tuple[Any, Mapping[str, Callable[..., Any]]]
 
 
 @contextmanager
@@ -32,18 +35,21 @@ def replaced(drill: Drill, answer: str) -> Iterator[Any]:
         with swap(drill.op, kept) as op:
             yield op
     else:
-        owner, name, by = PLACES[drill.name](load(answer))
-        own, placed = getattr(owner, name), SimpleNamespace(name=f"{owner.__name__}.{name}", calls=0)
+        owner, by = PLACES[drill.name](load(answer))
+        placed = SimpleNamespace(name=f"{owner.__name__}.{', '.join(by)}", calls=0)
 
-        def counted(*args: Any, **options: Any) -> Any:
-            placed.calls += 1
-            return by(*args, **options)
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                placed.calls += 1
+                return function(*args, **options)
 
-        setattr(owner, name, counted)
-        try:
+            return call
+
+        with ExitStack() as stack:
+            for name, function in by.items():
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, counted(function))
             yield placed
-        finally:
-            setattr(owner, name, own)
 
 
 def load(file: str) -> ModuleType:
@@ -63,7 +69,7 @@ def function_of(answer: ModuleType, function: str, parameters: int) -> Callable[
     return found
 
 
-def _sampler(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
+def _sampler(answer: ModuleType) -> Place:
     """bagu.ops.sample by the answer's distribution, with the engine's own random numbers."""
     import torch
 
@@ -79,11 +85,12 @@ def _sampler(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
             out.append(int(torch.searchsorted(edges, u[row].double() * edges[-1], right=True).clamp(max=len(p) - 1)))
         return torch.tensor(out)
 
-    return ops, "sample", sample
+    return ops, {"sample": sample}
 
 
-def _tokenizer(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
-    """BpeTokenizer.encode by the answer's encode, word by word, with the merges of the tokenizer."""
+def _tokenizer(answer: ModuleType) -> Place:
+    """The texts of training and the prompts of requests by the answer's encode, word by word, with the tokenizer's
+    merges. The tokenizer that a run trains adds no tokens to a prompt."""
     from tokenizers import Tokenizer, pre_tokenizers
 
     from bagu.data.tokenizer import BpeTokenizer
@@ -92,11 +99,8 @@ def _tokenizer(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
     alphabet = _byte_alphabet()
     back = {v: k for k, v in alphabet.items()}
     known: dict[tuple[str, str], list[int]] = {}
-    own = BpeTokenizer.encode
 
-    def by_answer(self: BpeTokenizer, text: str, *args: Any, **options: Any) -> Any:
-        if args or options or any(s in text for s in ("<|", "|>")):
-            return own(self, text, *args, **options)
+    def by_answer(self: BpeTokenizer, text: str) -> list[int]:
         pre = Tokenizer.from_str(self.spec).pre_tokenizer or pre_tokenizers.ByteLevel()
         words = [word for word, _ in pre.pre_tokenize_str(text)]
         new = {word for word in words if (self.spec, word) not in known}
@@ -109,7 +113,10 @@ def _tokenizer(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
                 known[self.spec, word] = [model["vocab"]["".join(back[b] for b in p)] for p in pieces]
         return [token for word in words for token in known[self.spec, word]]
 
-    return BpeTokenizer, "encode", by_answer
+    def batch(self: BpeTokenizer, texts: Sequence[str]) -> list[list[int]]:
+        return [by_answer(self, text) for text in texts]
+
+    return BpeTokenizer, {"encode_batch": batch, "encode_prompt": by_answer}
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -123,7 +130,7 @@ def _bytes(word: str, alphabet: dict[str, int]) -> bytes:
     return bytes(alphabet[c] for c in word)
 
 
-def _ring(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
+def _ring(answer: ModuleType) -> Place:
     """The sum of gradients over the ranks by the answer's all_reduce, its messages over torch.distributed."""
     import torch
     import torch.distributed as dist
@@ -154,10 +161,9 @@ def _ring(answer: ModuleType) -> tuple[Any, str, Callable[..., Any]]:
         for work, _ in pending:
             work.wait()
 
-    return gradients, "all_reduce", all_reduce
+    return gradients, {"all_reduce": all_reduce}
 
 
-# (the owner of the attribute, its name, what takes its place) of an answer
-PLACES: dict[str, Callable[[ModuleType], tuple[Any, str, Callable[..., Any]]]] = {
+PLACES: dict[str, Callable[[ModuleType], Place]] = {
     "sampling": _sampler, "bpe": _tokenizer, "ring_all_reduce": _ring,
 }  # fmt: skip

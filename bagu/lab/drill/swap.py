@@ -112,6 +112,7 @@ def one(drill: Drill, answer: str, folder: Path, steps: int, rank: int, ranks: i
     if rank or not answer:  # one run shows its progress
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
+    os.environ["BAGU_CACHE"] = f"{folder}_cache"  # tokens that bagu's own part made are not read again
     place = Place(rank=rank, ranks=ranks, local_rank=None, host="127.0.0.1", port=port) if ranks > 1 else None
     with replaced(drill, answer) as placed:
         found = trained(folder, steps, MORE.get(drill.name, ()), place)
