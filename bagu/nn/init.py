@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from bagu.nn.hollow import Values
 from bagu.nn.linear import Linear
 from bagu.nn.model import ScoreHead, Transformer
 from bagu.nn.moe import MoE
@@ -23,18 +24,33 @@ from bagu.nn.norm import Norm, RMSNorm, ScaleNorm
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int) -> Transformer:
     """Initialize all weights of `model` in place, and return it."""
-    config = model.config
-    for path, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            if isinstance(module, Norm) and name == "weight":
-                p.fill_(_first_gain(module, config.hidden_size))
-            elif name.endswith("bias") or isinstance(module, ScoreHead):
-                p.zero_()
-            elif name != "gain":
-                p.copy_(draw(p.shape, f"{path}.{name}", seed) * _std(model, module, path, name, p))
-        if isinstance(module, Linear) and module.gain is not None:
-            module.gain.copy_(module.weight.float().norm(dim=1))
+    values = initial_values(model, seed)
+    for name, p in model.named_parameters():
+        p.copy_(values(name))
     return model
+
+
+def initial_values(model: Transformer, seed: int) -> Values:
+    """The initial value of each parameter by its name. `model` may be hollow: only its modules and shapes are read."""
+    owners = {
+        f"{path}.{name}" if path else name: (module, path, name)
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+    @torch.no_grad()
+    def value(full: str) -> torch.Tensor:
+        module, path, name = owners[full]
+        p = module.get_parameter(name)
+        if isinstance(module, Norm) and name == "weight":
+            return torch.full(p.shape, _first_gain(module, model.config.hidden_size))
+        if name.endswith("bias") or isinstance(module, ScoreHead):
+            return torch.zeros(p.shape)
+        if name == "gain":  # of the weight in the model's dtype
+            return value(f"{path}.weight").to(p.dtype).float().norm(dim=1)
+        return draw(p.shape, full, seed).mul_(_std(model, module, path, name, p))
+
+    return value
 
 
 def _first_gain(norm: Norm, hidden_size: int) -> float:

@@ -19,6 +19,7 @@ import torch
 from bagu.errors import ArgumentError
 from bagu.nn import ModelConfig, Transformer
 from bagu.nn.change import override, place
+from bagu.nn.hollow import Values, value_of
 from bagu.nn.moe import MoE
 from bagu.parallel import collectives
 from bagu.parallel.exchange import swap_rows
@@ -34,7 +35,7 @@ def check_expert_parallel(config: ModelConfig, ep: int) -> None:
         raise ArgumentError(f"ep={ep} does not divide {config.moe.num_experts} experts", hint="choose a divisor")
 
 
-def expert_parallel(model: Transformer, mesh: Mesh) -> dict[str, Placement]:
+def expert_parallel(model: Transformer, mesh: Mesh, values: Values | None = None) -> dict[str, Placement]:
     """Divide the experts of a model, or of a stage of one, over ep, in place. Returns the placement of each parameter.
 
     All ranks have the same weights before. Flat buffers and optimizers are created afterwards.
@@ -43,7 +44,7 @@ def expert_parallel(model: Transformer, mesh: Mesh) -> dict[str, Placement]:
     places = placements([name for name, _ in model.named_parameters()], EXPERTS, model.config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            place(p, places[name].cut(p.data, mesh.coordinate("ep"), mesh.size("ep")).clone())
+            place(p, places[name].cut(value_of(name, p, values), mesh.coordinate("ep"), mesh.size("ep")).clone())
     for layer in model.modules():
         if isinstance(layer, MoE):
             override(layer, visit=_Visit(layer, mesh))

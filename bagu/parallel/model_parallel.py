@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bagu.nn import ModelConfig, Transformer
+from bagu.nn.hollow import Values
 from bagu.parallel.context import Method, check_context_parallel, context_parallel
 from bagu.parallel.expert import check_expert_parallel, expert_parallel
 from bagu.parallel.mesh import Group, Mesh, MeshConfig
@@ -158,11 +159,12 @@ def apply(
     schedule: Schedule = "1f1b",
     stages_per_rank: int = 2,
     method: Method = "ring",
+    values: Values | None = None,
 ) -> ModelParallel:
     """Divide `model` over the pp, ep, tp and cp of `mesh`, in place. All ranks have the same weights before.
 
     Stages of a pipeline have about equal cost on documents of `context` tokens. Flat buffers, recomputation and
-    optimizers are set up afterwards, on `local`.
+    optimizers are set up afterwards, on `local`. `values` has the weights of a hollow model (nn/hollow.py).
     """
     config, ranks = model.config, mesh.size("pp")
     check_model_parallel(config, mesh.config, schedule=schedule, stages_per_rank=stages_per_rank, method=method)
@@ -178,9 +180,9 @@ def apply(
     experts: dict[str, Placement] = {}
     for module in modules.values():
         if mesh.size("ep") > 1:
-            experts |= expert_parallel(module, mesh)
+            experts |= expert_parallel(module, mesh, values)
         if mesh.size("tp") > 1:
-            tensor |= tensor_parallel(module, mesh, skip=tensor)
+            tensor |= tensor_parallel(module, mesh, skip=tensor, values=values)
         if mesh.size("cp") > 1:
             context_parallel(module, mesh, method)
     return ModelParallel(

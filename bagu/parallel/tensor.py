@@ -25,6 +25,7 @@ from bagu.nn.attention import Attention
 from bagu.nn.block import Block
 from bagu.nn.change import around, override, place
 from bagu.nn.config import Alibi, ModelConfig
+from bagu.nn.hollow import Values, value_of
 from bagu.nn.model import Embedding, Output, Transformer
 from bagu.nn.moe import Routing
 from bagu.nn.positions import RopeEncoding, Signals
@@ -62,13 +63,16 @@ def _refuse(option: str, used: bool) -> None:
         raise ArgumentError(f"tensor parallelism with {option}", hint=f"use a model without {option}, or tp=1")
 
 
-def tensor_parallel(model: Transformer, mesh: Mesh, skip: Collection[str] = ()) -> dict[str, Placement]:
+def tensor_parallel(
+    model: Transformer, mesh: Mesh, skip: Collection[str] = (), values: Values | None = None
+) -> dict[str, Placement]:
     """Divide a Transformer, or a stage of one, over tp, in place. Returns the placement of each parameter.
 
     All ranks have the same weights before, and call the model with the same batch of T tokens, T a multiple of the
     ranks. It returns the same hidden states on all ranks. The loss must come from `vocab_cross_entropy`, or from the
     score head, and every rank runs the backward of the full loss. Optimizers and flat buffers are created afterwards.
-    `skip` are parameters that are divided already: another stage on this rank shares them.
+    `skip` are parameters that are divided already: another stage on this rank shares them. `values` has those of a
+    hollow model.
     """
     config, rank, ranks = model.config, mesh.coordinate("tp"), mesh.size("tp")
     check_tensor_parallel(config, ranks)
@@ -77,7 +81,7 @@ def tensor_parallel(model: Transformer, mesh: Mesh, skip: Collection[str] = ()) 
         for name, p in model.named_parameters():
             if name in skip:
                 continue
-            place(p, places[name].cut(p.data, rank, ranks).clone())
+            place(p, places[name].cut(value_of(name, p, values), rank, ranks).clone())
             if isinstance(places[name], First) and rank:
                 p.requires_grad_(False)  # a zero that stays zero: rank 0 adds the bias
     for block in divide_heads(model, ranks):

@@ -60,8 +60,15 @@ class Unit:
         self.full = torch.zeros(self.size, dtype=dtype, device=mesh.device)
         self.bucket = Bucket(start=start, stop=stop, members=members)
         self._whole_bytes = self.full.untyped_storage().nbytes()
+        self.full.untyped_storage().resize_(0)
         self._work: dist.Work | None = None
         self._sent: torch.Tensor | None = None  # alive while the collective reads it
+        self.present = False
+
+    def allocate(self) -> None:
+        """Give the parameters memory, of zeros."""
+        self.full.untyped_storage().resize_(self._whole_bytes)
+        self.full.zero_()
         self.present = True
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:

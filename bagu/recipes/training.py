@@ -21,6 +21,8 @@ from bagu.nn import ModelConfig, Transformer, count, init_weights
 from bagu.nn.choices import NEWER
 from bagu.nn.digest import digest_of
 from bagu.nn.families import family_for
+from bagu.nn.hollow import hollow
+from bagu.nn.init import initial_values
 from bagu.nn.lora import add_lora, merge
 from bagu.nn.peft import save_adapter
 from bagu.nn.sample import generate
@@ -43,6 +45,7 @@ from bagu.runs.progress import TrainProgress
 from bagu.train import FitResult, checkpoint, fit
 from bagu.train.loss import Loss, Metrics
 from bagu.train.objective import TrainingData
+from bagu.train.objectives.token_objective import TokenObjective
 from bagu.train.rl.loader import RolloutLoader
 from bagu.train.rl.policy_objective import PolicyObjective
 
@@ -118,7 +121,10 @@ def train(
     run = inputs.run
     check_equal(mesh, {"data": source_facts(inputs), "tokenizer": inputs.tokenizer.fingerprint})
     tasks = run_tasks(run, inputs.model, inputs.tokenizer)
-    model, auxiliary = _model(run, inputs), _auxiliary_models(inputs)
+    divided = _divides(run, inputs, mesh)
+    with hollow() if divided else contextlib.nullcontext():
+        model = _model(run, inputs, empty=divided)
+    auxiliary = _auxiliary_models(inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
     with _rank_0_first(mesh):
         data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
@@ -146,6 +152,7 @@ def train(
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
             evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
             identity=_identity(inputs, model, auxiliary), mesh=mesh, timeline=timeline,
+            values=initial_values(model, run.train.seed) if divided else None,
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         run.objective.finish(model)
@@ -199,14 +206,23 @@ def _check_offload(run: Run) -> None:
         )
 
 
-def _model(run: Run, inputs: Inputs) -> Transformer:
+def _divides(run: Run, inputs: Inputs, mesh: Mesh | None) -> bool:
+    """Whether each rank fills only its part of a new model. Other runs need the weights before the first step."""
+    new = inputs.start is None and run.train.precision is None and isinstance(run.objective, TokenObjective)
+    return new and mesh is not None and (run.train.mesh.divides_model or run.train.mesh.shard > 1)
+
+
+def _model(run: Run, inputs: Inputs, *, empty: bool = False) -> Transformer:
+    """The model of a run; with `empty`, one whose weights are set later."""
     int8 = run.lora is not None and run.lora.base == "int8"
     if inputs.start is not None:  # int8 weights are rounded on the host, so that a GPU never holds the others
         model = load_model(inputs.start, dtype=inputs.dtype, device="cpu" if int8 else inputs.device)
         if inputs.model.score_head and model.score is None:
             with_score_head(model)
     else:
-        model = init_weights(Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype), run.train.seed)
+        model = Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype)
+        if not empty:
+            init_weights(model, run.train.seed)
     if run.lora is not None:
         config = run.lora
         add_lora(

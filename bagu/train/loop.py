@@ -5,6 +5,7 @@ uninterrupted run, because a step is a function of only the state and `data_step
 """
 
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
 from bagu.nn.change import evaluating
+from bagu.nn.hollow import Values
 from bagu.nn.model import Transformer
 from bagu.ops.call.eager import force_eager
 from bagu.parallel.collectives import from_rank_0
@@ -87,13 +89,15 @@ def fit(
     peak_flops: float | None = None,
     mesh: Mesh | None = None,
     timeline: bool = False,
+    values: Values | None = None,
 ) -> FitResult:
     """Train `model` in place until `config.steps` updates are done, the loss has `ended`, or Ctrl-C.
 
     With a `mesh`, every rank calls it with the same arguments. Rank 0 alone notifies observers and calls `begin`; every
     rank evaluates and samples, because divided parameters are gathered by all ranks together. After the run each rank
     has the whole model. With `timeline`, the result has the times of the last step of a pipeline; a GPU is then
-    synchronized after every action.
+    synchronized after every action. `values` has the weights of a hollow `model` (nn/hollow.py): each rank takes its
+    part of them, and after the run rank 0 alone has the whole model, in files.
 
     `loss` takes the batches of `loader`; by default it is cross-entropy. Checkpoints go to `folder`; with `resume` the
     run continues from the last good one there, if there is one. `identity` contains values that must not change between
@@ -103,7 +107,8 @@ def fit(
     `pause_after` stops the run after this many updates, saved and ready to resume. The caller closes the observers.
     """
     _refuse_idle_options(config, folder, evaluate, sample)
-    state = TrainState(model, config, loss, mesh)
+    state = TrainState(model, config, loss, mesh, values)
+    del values
     if state.divided is not None:
         state.divided.timed = timeline
     run = _Run(state, loader, folder, observers, identity or {}, settings or {})
@@ -224,6 +229,8 @@ class _Run:
         if self.saver is not None:
             self.saver.close()
             self.report_saves()
+        if error is None and self.state.hollow:
+            self.state.export(Path(tempfile.gettempdir()) if self.folder is None else self.folder)
         self.state.close(gather=error is None)
         if error is None and self.failure is not None:  # the last save of the run failed
             raise self.failure
@@ -259,7 +266,7 @@ class _Run:
         self.saves += 1
         if self.state.divided is not None:  # every rank takes part in gathering what rank 0 writes
             self.saver.wait()  # before, so that memory holds one snapshot
-            snap = checkpoint.snapshot(self.state, facts, serial=self.saves)
+            snap = checkpoint.snapshot(self.state, facts, serial=self.saves, folder=self.folder)
             if self.first:
                 self.saver.save(lambda: snap)
         elif self.writes:

@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from bagu.errors import ArgumentError, UnknownName
+from bagu.nn.change import place
 from bagu.nn.digest import digest_of
+from bagu.nn.hollow import Values
 from bagu.nn.model import Transformer
 from bagu.parallel.context import Method
 from bagu.parallel.mesh import Mesh, MeshConfig
@@ -21,6 +24,7 @@ from bagu.train.loss import Loss, TokenLoss
 from bagu.train.memory.divided import DividedModel
 from bagu.train.memory.flat import FlatParameters
 from bagu.train.memory.fp8 import Fp8Weights
+from bagu.train.memory.on_disk import on_disk
 from bagu.train.memory.sharded import ShardedParameters, Stage
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
@@ -209,27 +213,31 @@ def check_token_loss(mesh: MeshConfig, name: str, *, is_token_loss: bool) -> Non
 
 
 def _flat(
-    model: nn.Module, config: TrainConfig, mesh: Mesh | None, spread: SpreadOf
+    model: nn.Module, config: TrainConfig, mesh: Mesh | None, spread: SpreadOf, values: Values | None
 ) -> FlatParameters | ShardedParameters:
     bucket_bytes = int(config.bucket_mb * 1e6)
     if mesh is not None and mesh.size("shard") > 1:
         return ShardedParameters(
-            model, mesh, config.zero_stage, bucket_bytes=bucket_bytes, offload=config.offload, spread=spread
-        )
-    return FlatParameters(model, mesh, bucket_bytes=bucket_bytes, spread=spread)
+            model, mesh, config.zero_stage, bucket_bytes=bucket_bytes, offload=config.offload, spread=spread,
+            values=values,
+        )  # fmt: skip
+    return FlatParameters(model, mesh, bucket_bytes=bucket_bytes, spread=spread, values=values)
 
 
 class TrainState:
     """The model with its flat parameters, the loss (by default cross-entropy), the optimizer, and the run's position.
 
     `model` is what this rank computes with: the caller's model, or its part under tp, cp, pp or ep (`divided`).
+    `values` has the weights of a hollow model, which stays hollow outside of this rank's part.
     `step` counts completed steps, `data_step` the loader's steps used; a skipped batch advances only `data_step`.
     `updates` counts the steps that changed the weights, all but idle ones: Adam's bias correction depends on it.
     """
 
     def __init__(
-        self, model: Transformer, config: TrainConfig, loss: Loss[Any, Any] | None = None, mesh: Mesh | None = None
-    ) -> None:
+        self, model: Transformer, config: TrainConfig, loss: Loss[Any, Any] | None = None, mesh: Mesh | None = None,
+        values: Values | None = None,
+    ) -> None:  # fmt: skip
+        self.hollow = values is not None
         check_mesh(config, model, mesh)
         self.mesh = mesh if mesh is not None and mesh.config.ranks > 1 else None
         self.loss: Loss[Any, Any] = CrossEntropy() if loss is None else loss
@@ -242,12 +250,12 @@ class TrainState:
         if self.mesh is not None and self.mesh.config.divides_model:
             self.divided = DividedModel(
                 model, self.mesh, schedule=config.schedule_of_pipeline,
-                stages_per_rank=config.stages_per_rank or 2, method=config.context_method,
+                stages_per_rank=config.stages_per_rank or 2, method=config.context_method, values=values,
             )  # fmt: skip
         self.whole = model
         self.model: Any = model if self.divided is None else self.divided.local
         parallel = None if self.divided is None else self.divided.parallel
-        self.flat = _flat(self.model, config, self.mesh, everywhere if parallel is None else parallel.spread)
+        self.flat = _flat(self.model, config, self.mesh, everywhere if parallel is None else parallel.spread, values)
         if self.divided is not None:
             self.divided.own_memory()
         parts = parallel if config.mesh.tp > 1 else None
@@ -297,6 +305,23 @@ class TrainState:
         failed do not gather, because the others may not come."""
         if self.fp8 is not None:
             self.fp8.release()
-        self.flat.release(gather=gather)
-        if self.divided is not None and gather:
+        self.flat.release(gather=gather and not self.hollow)
+        if self.divided is not None and gather and not self.hollow:
             self.divided.fill()
+
+    @torch.no_grad()
+    def export(self, folder: Path) -> None:
+        """Give the caller's hollow model its trained values on rank 0, in files of `folder`. Every rank calls it."""
+        first = self.mesh is None or self.mesh.rank == 0
+        targets = dict(self.whole.named_parameters())
+        for names in self.flat.in_turn():
+            mine = dict(self.model.named_parameters())
+            for name in targets if names is None else names:
+                if self.divided is not None:
+                    value = self.divided.parallel.whole_of(name, mine[name].data if name in mine else None)
+                else:
+                    value = mine[name].data
+                if first:
+                    place(targets[name], on_disk(value, folder))
+        if self.divided is not None:
+            self.divided.fill_buffers()

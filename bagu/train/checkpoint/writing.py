@@ -1,6 +1,7 @@
 """Write one checkpoint: copy the state to host memory, write and sync its files, rename the folder when complete."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from bagu.train.checkpoint.folder import KINDS, MANIFEST, PARTIAL, STATE, Checkp
 from bagu.train.checkpoint.saved_tensors import file_name, write_parts
 from bagu.train.checkpoint.whole_tensors import gathered_model, gathered_optimizer
 from bagu.train.memory.divided import buffers_of
+from bagu.train.memory.on_disk import on_disk
 from bagu.train.memory.sharded import Cut
 from bagu.train.state import TrainState
 
@@ -39,10 +41,10 @@ class Snapshot:
     serial: int = 0  # of the save in its run: tells its parts from those of an earlier save of the same step
 
 
-def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) -> Snapshot:
+def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0, folder: Path | None = None) -> Snapshot:
     """Copy the state that a resume needs. On a GPU the copies are queued on the stream; this does not wait for them.
 
-    Every rank of a divided model calls it, and rank 0 has the tensors.
+    Every rank of a divided model calls it, and rank 0 has the tensors: in files of `folder`, not in memory, if given.
     """
     device, divided = state.device, state.divided
     model: dict[str, torch.Tensor | Cut]
@@ -50,7 +52,8 @@ def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0) ->
     part, parts = (0, 1) if state.mesh is None else (state.mesh.coordinate("shard"), state.mesh.size("shard"))
     if divided is not None:
         part, parts = state.mesh.rank, 1  # type: ignore[union-attr]
-        model, optimizer = {**gathered_model(state, divided, _copy)}, {**gathered_optimizer(state, divided, _copy)}
+        copy = _copy if folder is None else functools.partial(on_disk, folder=folder)
+        model, optimizer = {**gathered_model(state, divided, copy)}, {**gathered_optimizer(state, divided, copy)}
     else:
         model = dict(state.flat.masters(_copy))
         if part == 0:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bagu.nn.change import place
+from bagu.nn.hollow import Values, is_hollow
 from bagu.nn.model import Transformer
 from bagu.nn.moe import MoE
 from bagu.parallel.context import Method, part_tokens, split_batch
@@ -38,13 +39,14 @@ class DividedModel:
     """
 
     def __init__(
-        self, whole: Transformer, mesh: Mesh, *, schedule: Schedule, stages_per_rank: int, method: Method
-    ) -> None:
+        self, whole: Transformer, mesh: Mesh, *, schedule: Schedule, stages_per_rank: int, method: Method,
+        values: Values | None = None,
+    ) -> None:  # fmt: skip
         self.whole, self.mesh, self.schedule, self.method = whole, mesh, schedule, method
         self.roles: dict[str, Role] = roles(whole)
         self.parallel = apply(
             _sharing(whole), mesh, context=whole.config.max_len, schedule=schedule, stages_per_rank=stages_per_rank,
-            method=method,
+            method=method, values=values,
         )  # fmt: skip
         self.local = self.parallel.local
         self.timed = False  # whether to record what the stages do in a step: see Pipeline
@@ -60,7 +62,7 @@ class DividedModel:
     def own_memory(self) -> None:
         """Free the memory of the whole model. Called after the flat buffers have taken the trained parameters."""
         for p in self.local.parameters():
-            if not p.requires_grad:
+            if not p.requires_grad and not is_hollow(p):
                 place(p, p.data.clone())
         self._free()
 
@@ -154,6 +156,11 @@ class DividedModel:
         mine = self.local.state_dict()
         for name, p in self.whole.named_parameters():
             place(p, self.parallel.whole_of(name, mine.get(name)).clone())
+        self.fill_buffers()
+
+    def fill_buffers(self) -> None:
+        """Give the whole model its current running statistics and balancing biases. Every rank calls it."""
+        mine = self.local.state_dict()
         for name, b in buffers_of(self.whole).items():
             b.copy_(self.parallel.whole_of(name, mine.get(name)))
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from bagu.errors import BaguError
 from bagu.nn.change import place
+from bagu.nn.hollow import Values, value_of
 from bagu.nn.linear import Linear
 from bagu.nn.moe import MoE
 from bagu.parallel.mesh import Mesh
@@ -134,15 +135,16 @@ class FlatParameters:
     """The trained parameters of a model in flat buffers. The constructor moves the data and keeps the values.
 
     With a mesh, gradients are summed over its ranks as the `spread` of each parameter says, in buckets of
-    `bucket_bytes`. Frozen parameters do not change. `release()` removes the hooks; the parameters stay views of these
-    buffers.
+    `bucket_bytes`. `values` has those of a hollow model. Frozen parameters do not change. `release()` removes the
+    hooks; the parameters stay views of these buffers.
     """
 
     divided = False  # every rank has the whole master and the whole gradient
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20, spread: SpreadOf = everywhere
-    ) -> None:
+        self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20,
+        spread: SpreadOf = everywhere, values: Values | None = None,
+    ) -> None:  # fmt: skip
         by_name, role_of = trained(model), roles(model)
         self.device = next(iter(by_name.values())).device
         self.dtype, self.role_of = master_dtype(by_name.values()), role_of
@@ -159,7 +161,7 @@ class FlatParameters:
         self.segments = tuple(segments)
         self.slots = [slot for segment in self.segments for slot in segment.slots]
         self.master = torch.zeros(end, dtype=self.dtype, device=self.device)
-        self._compute = [self._adopt(segment) for segment in self.segments]
+        self._compute = [self._adopt(segment, values) for segment in self.segments]
         self.gradients = WholeGradients(self.slots, end, self.dtype, self.device)
         if mesh is not None:
             depth = [list(by_name).index(slot.name) for slot in self.slots]
@@ -186,14 +188,14 @@ class FlatParameters:
     def grad_of(self, piece: Segment) -> torch.Tensor:
         return piece.of(self.grad)
 
-    def _adopt(self, segment: Segment) -> torch.Tensor | None:
+    def _adopt(self, segment: Segment, values: Values | None) -> torch.Tensor | None:
         """Copy a segment's parameters into the master and make them views; returns the compute buffer, if any."""
         low = segment.dtype != self.dtype
         size = segment.stop - segment.start
         compute = torch.zeros(size, dtype=segment.dtype, device=self.device) if low else None
         with torch.no_grad():
             for slot in segment.slots:
-                slot.of(self.master).copy_(slot.parameter)
+                slot.of(self.master).copy_(value_of(slot.name, slot.parameter, values))
                 place(slot.parameter, slot.of(self.master) if compute is None else slot.of(compute, segment.start))
         if compute is not None:
             compute.copy_(segment.of(self.master))
@@ -226,6 +228,10 @@ class FlatParameters:
         """The fp32 masters by parameter name: views of the buffer, or of the copy that `copy` returns."""
         flat = copy(self.master)
         return {slot.name: slot.of(flat) for slot in self.slots}
+
+    def in_turn(self) -> Iterator[list[str] | None]:
+        """Yields once, None: all parameters are there."""
+        yield None
 
     @contextmanager
     def present(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from bagu.nn.change import place
+from bagu.nn.hollow import Values, value_of
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
@@ -61,7 +62,7 @@ class ShardedParameters:
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20, offload: bool = False,
-        spread: SpreadOf = everywhere,
+        spread: SpreadOf = everywhere, values: Values | None = None,
     ) -> None:  # fmt: skip
         by_name = trained(model)
         self.mesh, self.stage, self.device = mesh, stage, mesh.device
@@ -77,7 +78,7 @@ class ShardedParameters:
         pinned = offload and mesh.device.type == "cuda"
         self._host_grad = torch.zeros(size, dtype=self.dtype, pin_memory=pinned) if offload else None
         for unit in self.units:
-            self._adopt(unit)
+            self._adopt(unit, values)
         self.pieces = tuple(piece for unit in self.units for piece in self._pieces(unit))
         self.gradients: WholeGradients | DividedGradients
         if stage == 1:
@@ -131,15 +132,19 @@ class ShardedParameters:
                 self._homes.append(block)
                 start, local = stop, local + unit.part_size
 
-    def _adopt(self, unit: Unit) -> None:
-        """Move the parameters of a unit into its buffer, and this rank's part into the master."""
+    def _adopt(self, unit: Unit, values: Values | None) -> None:
+        """Move the parameters of a unit into its buffer, and this rank's part into the master. In stage 3 the buffer
+        has memory only inside."""
+        unit.allocate()
         with torch.no_grad():
             for index in unit.members:
                 slot = self.slots[index]
                 view = slot.of(unit.full, unit.start)
-                view.copy_(slot.parameter)
+                view.copy_(value_of(slot.name, slot.parameter, values))
                 place(slot.parameter, view)
             self.master[unit.local : unit.local + unit.part_size].copy_(unit.part_of(unit.full))
+        if self.stage == 3:
+            unit.free()
 
     def _pieces(self, unit: Unit) -> list[Piece]:
         """This rank's part of a unit, cut where the role changes."""
@@ -238,6 +243,17 @@ class ShardedParameters:
         whole = torch.empty(unit.size, dtype=self.dtype, device=self.device)
         all_gather(self.mesh, whole, part, "shard")
         return {self.slots[i].name: self.slots[i].of(whole, unit.start) for i in unit.members}
+
+    def in_turn(self) -> Iterator[list[str] | None]:
+        """Yields the names of parameters that the model has meanwhile: in stage 3 unit by unit, else None for all."""
+        if self._gathering is None:
+            yield None
+            return
+        for unit in self.units:
+            unit.gather(self.master)
+            unit.wait()
+            yield [self.slots[i].name for i in unit.members]
+            unit.free()
 
     @contextmanager
     def present(self) -> Iterator[None]:
