@@ -103,6 +103,12 @@ class EvalBench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetrieveBench:
+    passages: Annotated[int, Option("Also time queries over this many passages, such as 1000000.")] = 0
+    queries: Annotated[int, Option("Number of held-out docstrings.")] = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayersBench:
     names: Annotated[tuple[str, ...], Argument("The layers to time. Default: all.", metavar="NAME")] = ()
     batch: Annotated[tuple[int, ...], Option("Batch size; repeatable. Default: 1, 8 and on a GPU 32.")] = ()

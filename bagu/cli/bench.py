@@ -17,6 +17,7 @@ from bagu.bench.options import (
     OpSetting,
     ParallelBench,
     ProcessBench,
+    RetrieveBench,
     ServeBench,
     TrainBench,
 )
@@ -245,3 +246,17 @@ def bench_process(given: ProcessBench) -> None:
     from bagu.bench.process import main
 
     raise typer.Exit(main(given))
+
+
+@bench.command("retrieve")
+@takes(RetrieveBench, BenchSetting)
+def bench_retrieve(given: RetrieveBench, setting: BenchSetting) -> None:
+    """Measure an index of the standard library: speed, and the rank of functions for their docstrings.
+
+    Examples:
+      bagu bench retrieve
+      bagu bench retrieve --passages 1000000
+    """
+    from bagu.bench.retrieve import main
+
+    raise typer.Exit(main(given, setting))
