@@ -103,7 +103,7 @@ def test_serve_errors_name_the_option(
         ("bench serve http://127.0.0.1:1 --warmups -1", "warmups is -1"),
         ("ops show softmax --config num_warps=8", "add --kernel"),
         ("plan --model llama3-8b --rate 3", "--rate is an option for planning a deployment"),
-        ("plan --serve --model llama3-8b --gpus 64", "--gpus is an option for planning a training run"),
+        ("plan --serve --model llama3-8b --batch 64", "--batch is an option for planning a training run"),
         (f"tune merge {__file__}", "has no tuning record"),
     ],
 )
