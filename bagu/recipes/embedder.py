@@ -11,7 +11,7 @@ from bagu.recipes.loader import Loader
 from bagu.serve.embedding import Encoder, embed, embed_last
 
 BATCH_TOKENS = 8192
-FLOOR = 0.4  # cosines of unrelated texts stay below it after contrastive training at temperature 0.05
+FLOOR = 0.4  # a passage with a smaller cosine is not offered; chosen, not calibrated
 
 
 class ModelEmbedder:

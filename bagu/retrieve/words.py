@@ -38,8 +38,7 @@ def word_terms(word: str) -> tuple[str, ...]:
 
 
 def stem(word: str) -> str:
-    """An English word without its ending, by a few rules: writes, writing, write -> writ. On `docstring` (5,313
-    functions) this adds 0.005 to MRR@10."""
+    """An English word without its ending, by a few rules: writes, writing, write -> writ."""
     if not word.isascii() or len(word) < 4:
         return word
     if word.endswith("ies"):
