@@ -28,7 +28,7 @@ def check_shared(mesh: Mesh | None, folder: Path) -> None:
     """
     if mesh is None:
         return
-    probe, (nonce, *_) = None, _from_all(mesh, secrets.token_hex(8))
+    probe, ((nonce, where), *_) = None, _from_all(mesh, (secrets.token_hex(8), str(folder.resolve())))
     if mesh.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"shared-{nonce}.tmp"
@@ -41,7 +41,7 @@ def check_shared(mesh: Mesh | None, folder: Path) -> None:
     if blind:
         names = ", ".join(map(str, blind))
         raise BaguError(
-            f"rank {names} does not see what rank 0 writes to {folder.resolve()}: the folder is not shared",
+            f"rank {names} does not see what rank 0 writes to {where}: the folder is not shared",
             hint="give --out on a file system that all machines share (docs/parallel/launch.md)",
         )
 

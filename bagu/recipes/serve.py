@@ -111,9 +111,6 @@ def chat_main(options: ChatOptions) -> int:
     wait_briefly()
     from bagu.recipes.find import find_model
     from bagu.recipes.generation import read_generation
-    from bagu.retrieve.command import open_embedder
-    from bagu.retrieve.conversation import Conversation
-    from bagu.retrieve.store import Store
     from bagu.serve.chat import terminal
     from bagu.serve.chat.clients import EngineChat, HttpChat
 
@@ -121,6 +118,9 @@ def chat_main(options: ChatOptions) -> int:
     documents = None
     if options.index is not None:
         from bagu.recipes.embedder import ModelEmbedder
+        from bagu.retrieve.command import open_embedder
+        from bagu.retrieve.conversation import Conversation
+        from bagu.retrieve.store import Store
 
         store = Store(options.index, read_only=True)
         documents = Conversation(store, open_embedder(store, None, ModelEmbedder))

@@ -8,6 +8,8 @@ Ctrl-C stops an answer and keeps the text so far; at the prompt it clears the li
 characters in the model's output are printed as symbols, so the terminal does not execute them.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import sys
@@ -15,13 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.terminal import Terminal, counted
-from bagu.retrieve.conversation import Conversation
 from bagu.serve.chat.clients import Chat, Message, Settings, sampling_of
+
+if TYPE_CHECKING:  # it needs NumPy
+    from bagu.retrieve.conversation import Conversation
 
 SETTINGS = {  # the settings of /set and their types
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
