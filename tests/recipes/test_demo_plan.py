@@ -18,7 +18,7 @@ from bagu.train.schedule import factor
 LARGE, MEDIUM, SMALL, TINY = CPU_SIZES
 ARM = {"large": 1_250.0, "medium": 2_800.0, "small": 6_500.0, "tiny": 20_000.0}  # tokens/s, two Neoverse-N1 cores
 XEON = {"large": 12_600.0, "medium": 27_000.0, "small": 51_000.0, "tiny": 135_000.0}  # two cores with AMX
-FAST = {n: 5.0 * r for n, r in XEON.items()}
+FAST = {n: 6.0 * r for n, r in XEON.items()}
 
 
 def rates(by_name: dict[str, float]) -> list[Rate]:
@@ -128,7 +128,7 @@ def test_the_later_stages_shrink_with_the_time(machine: dict[str, float], budget
     answer_s = 3 * size.rl_tokens / rate
     spent = 22 + (size.pretrain_steps * 1.08 * step_s) + 57_000 / rate
     if size.pretrain_steps != plan.rate.size.pretrain_steps:  # the time decides: pretraining keeps its part of it
-        assert spent > 0.35 * (budget_s - 22 - 37 - EVALUATIONS * evaluation_s)
+        assert spent > 0.3 * (budget_s - 22 - 37 - EVALUATIONS * evaluation_s)
     for number, field, fits in ((1, "sft_steps", sft_steps), (2, "dpo_steps", dpo_steps), (3, "rl_steps", rl_steps)):
         spent += evaluation_s
         at = replace(pace(rate, budget_s - spent), evaluation_s=evaluation_s)
