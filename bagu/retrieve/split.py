@@ -75,8 +75,14 @@ def split(text: str, kind: str = "text", chunking: Chunking | None = None) -> li
 
 def tokens(text: str) -> int:
     """An estimate of the number of tokens."""
-    wide = 0 if text.isascii() else (len(text.encode(errors="surrogatepass")) - len(text)) // 2
-    return (len(text) - wide) // 4 + wide
+    return _eighths(text) // 8
+
+
+def _eighths(text: str) -> int:
+    """The estimate in eighths of a token, which add up: a quarter token for a character, a whole one for one of three
+    bytes in UTF-8."""
+    more = 0 if text.isascii() else len(text.encode(errors="surrogatepass")) - len(text)
+    return 2 * len(text) + 3 * more
 
 
 def _pieces(
@@ -92,11 +98,11 @@ def _pieces(
     cuts = [start, *(m.end() for m in boundaries[0].finditer(text, start, end) if start < m.end() < end), end]
     begin, weight = start, 0
     for a, b in pairwise(cuts):  # join neighbours while they fit; what is too long alone is cut at the next boundary
-        more = tokens(text[a:b])
-        if begin < a and weight + more > size:
+        more = _eighths(text[a:b])
+        if begin < a and (weight + more) // 8 > size:
             yield begin, a
             begin, weight = a, 0
-        if more > size:
+        if more // 8 > size:
             yield from _pieces(text, a, b, boundaries[1:], size)
             begin = b
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bagu.errors import ArgumentError
@@ -16,6 +16,7 @@ PIECES += ["word ", "句子。", "a" * 90, "\n\n", "\r\n", "\ufeff", "😀", "é
 
 
 @settings(max_examples=200, deadline=None)
+@example(text="# Title\n    def g(self):\n    def g(self):\n\ufeffé     def g(self):\nword é ", kind="text", overlap=0)
 @given(
     text=st.lists(st.sampled_from(PIECES), max_size=120).map("".join),
     kind=st.sampled_from(["text", "markdown", "python"]),
