@@ -14,8 +14,9 @@ NAMED = 4  # kinds of files that a note names
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """`text` are the files that can be read as text, .json files apart. `binary` and `unknown` (text in an encoding
-    that cannot be told) are left out. `hidden` are folders and files whose names begin with a dot, and not looked into.
+    """`text` are the files that can be read as text, but no .json files. `binary` and `unknown` (text in an encoding
+    that is not recognised) are left out. `hidden` are folders and files whose names begin with a dot; they are
+    not read.
     """
 
     parquet: Sequence[Path]

@@ -42,7 +42,7 @@ def backtest(process: Process) -> Backtest:
     early = fit_process(process.table.take(order[:cut]), process.schema, models=(), minutes=1)
     columns = [f.name for f in early.encoder.fields if f.role == "context"]
     picked = np.linspace(0, later.rows - 1, min(MOST, later.rows)).astype(int)
-    apart, results, refused = [], [], 0
+    distances, results, refused = [], [], 0
     x = early.encoder.of_table(later)
     y = later[process.schema.target.name].values
     expected = (
@@ -55,11 +55,11 @@ def backtest(process: Process) -> Backtest:
             refused += 1
             continue
         wanted = early.encoder.of_rows([found.choices[0].settings | found.context])[0]
-        apart.append(float(np.linalg.norm(wanted - x[i])))
+        distances.append(float(np.linalg.norm(wanted - x[i])))
         results.append(float((y - expected)[i]))
-    if len(apart) < 9:
+    if len(distances) < 9:
         return Backtest(len(picked), refused, np.nan, np.nan, np.nan)
-    rank = np.argsort(apart)
+    rank = np.argsort(distances)
     third = len(rank) // 3
     near, far = np.array(results)[rank[:third]], np.array(results)[rank[-third:]]
     half = 1.96 * np.sqrt(near.var(ddof=1) / third + far.var(ddof=1) / third)

@@ -169,8 +169,10 @@ def _joined(
         for s in done["mean"].held_out
     }
     cal = splits.calibrate.name
-    apart = sum((weights[n] * (done[n].held_out[cal] - joined[cal]) ** 2 for n in weights if weights[n] > 0), 0.0)
-    spread = np.sqrt(done["gp"].spread[cal] ** 2 + apart)
+    disagreement = sum(
+        (weights[n] * (done[n].held_out[cal] - joined[cal]) ** 2 for n in weights if weights[n] > 0), 0.0
+    )
+    spread = np.sqrt(done["gp"].spread[cal] ** 2 + disagreement)
     ratio = np.abs(y - joined[cal]) / spread
     covered = np.zeros(len(y), bool)
     for _, test in splits.calibrate.folds:  # the quantile of a fold comes from the others

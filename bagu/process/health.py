@@ -104,9 +104,9 @@ def _against(table: Table, schema: Schema, goal: Field) -> Iterator[Finding]:
         facts = {"column": spec.name, "target": goal.name}
         absent = column.missing
         if 8 <= absent.sum() <= len(y) - 8:
-            apart = (np.nanmean(y[absent]) - np.nanmean(y[~absent])) / np.nanstd(y)
-            if abs(apart) * np.sqrt(absent.sum()) > 4:
-                yield Finding("missing_with_target", "warning", {**facts, "shift": abs(apart)})
+            difference = (np.nanmean(y[absent]) - np.nanmean(y[~absent])) / np.nanstd(y)
+            if abs(difference) * np.sqrt(absent.sum()) > 4:
+                yield Finding("missing_with_target", "warning", {**facts, "shift": abs(difference)})
         if spec.kind != "number":
             continue
         r = correlation(column.values, y)
@@ -129,7 +129,7 @@ def _pairs(table: Table, schema: Schema) -> Iterator[Finding]:
 
 
 def moved_together(table: Table, schema: Schema) -> list[tuple[str, str, float]]:
-    """Pairs of settings whose values cannot be told apart, with their correlation."""
+    """Pairs of settings whose values are nearly the same function of each other, with their correlation."""
     names = [f.name for f in schema.of("setting") if f.kind == "number"][:200]
     if len(names) < 2:
         return []
