@@ -16,6 +16,7 @@ from bagu import __version__
 from bagu.cli import models, serve
 from bagu.cli.bench import bench
 from bagu.cli.book import book
+from bagu.cli.data import data
 from bagu.cli.drill import drill
 from bagu.cli.help import SECTIONS, Verbs
 from bagu.cli.index import index, search
@@ -92,6 +93,7 @@ app.command("eval", section=MAKE)(models.evaluate)
 for verb in (models.compare, models.report, models.export):
     app.command(section=MAKE)(verb)
 app.add_typer(models.tokenizers, name="tokenizer", rich_help_panel=MAKE)
+app.add_typer(data, name="data", rich_help_panel=MAKE)
 for verb in (serve.serve, serve.chat, index, search):
     app.command(section=USE)(verb)
 app.add_typer(process, name="process", rich_help_panel=USE)
