@@ -46,7 +46,7 @@ def decode(data: bytes, size: int | None = None) -> torch.Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Pillow warns of a decompression bomb before it raises
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = image.size
             if not 0 < width * height <= MAX_PIXELS or max(width, height) > MAX_SIDE:
                 raise ArgumentError(
