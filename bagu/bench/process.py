@@ -59,8 +59,8 @@ def _measure(plant: str, seed: int, *, rows: int, noise: float, models: Sequence
 def summary(found: Sequence[dict[str, Any]]) -> Table:
     """The bars of the recommendation, per plant."""
     heads = ("plant", "histories", "gain", "over best row", "worse than operators", "over-promise", "truth above bound",
-             "limits kept", "refused", "coverage", "same refused", "shifted + 3 sd refused",
-             "at mean + 3 sd refused", "shuffled: given")  # fmt: skip
+             "limits kept", "refused", "coverage", "same refused", "shifted refused", "shifted, one row alone",
+             "rows until refused", "shuffled: given")  # fmt: skip
     lines = []
     for plant in dict.fromkeys(r["plant"] for r in found):
         rows = [r for r in found if r["plant"] == plant]
@@ -73,7 +73,8 @@ def summary(found: Sequence[dict[str, Any]]) -> Table:
             interval(_means(given, lambda c: c["over"])), share([c["above"] for c in every]),
             share([c["kept"] for c in every]), f"{100 * (1 - len(every) / cases):.1f} %",
             share([r["coverage"] for r in rows]), share([r["refused_same"] for r in rows]),
-            share([r["refused_shifted"] for r in rows]), share([r["refused_far"] for r in rows]),
+            share([r["refused_shifted"] for r in rows]), share([r["refused_row_shifted"] for r in rows]),
+            f"{np.mean([r['delay'] for r in rows]):.1f}",
             f"{sum(r['blind_recommended'] for r in rows)} of {len(rows)}",
         ))  # fmt: skip
     return table("0 = the operators' mean in the context, 1 = its optimum; ± 95 % over histories", heads, lines)

@@ -87,6 +87,9 @@ def recommend(
     run: Run, given: Given = None,
     now: Annotated[list[str] | None, Option(metavar="NAME=VALUE,…", help="The present settings.")] = None,
     move: Annotated[list[str] | None, Option(metavar="NAME=MOST,…", help="The largest change of a setting.")] = None,
+    recent: Annotated[
+        Path | None, Option(metavar="CSV", help="The latest rows: the last one is the context, and drift is refused.")
+    ] = None,
     probability: Annotated[float, Option(help="Asked of every limit.", min=0.5, max=0.9999)] = 0.95, lang: Lang = "en",
 ) -> None:  # fmt: skip
     """Recommend settings for a context, with a promise, or refuse and say why.
@@ -94,10 +97,13 @@ def recommend(
     Examples:
       bagu process recommend runs/line3 --given feed=0.42,ambient=31
       bagu process recommend runs/line3 --now temp=182,flow=7.5 --move temp=5
+      bagu process recommend runs/line3 --recent today.csv
     """
     from bagu.process.commands import recommend_lines
 
-    show(recommend_lines(run, lang, given=given or (), now=now or (), moves=move or (), probability=probability))
+    show(recommend_lines(
+        run, lang, given=given or (), now=now or (), moves=move or (), recent=recent, probability=probability
+    ))  # fmt: skip
 
 
 @process.command()

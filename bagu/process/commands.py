@@ -96,11 +96,13 @@ def score_lines(made: Process, name: str) -> Iterator[str]:
 
 
 def recommend_lines(
-    run: Path, lang: str, *, given: Sequence[str], now: Sequence[str], moves: Sequence[str], probability: float
-) -> Iterator[str]:
+    run: Path, lang: str, *, given: Sequence[str], now: Sequence[str], moves: Sequence[str], recent: Path | None,
+    probability: float,
+) -> Iterator[str]:  # fmt: skip
     made, words = open_run(run), language(lang)
     limits = {n: v for n, v in pairs(made, moves).items() if not isinstance(v, str)}
-    found = recommend(made, pairs(made, given), pairs(made, now), limits, probability=probability)
+    latest = None if recent is None else read_csv(recent)
+    found = recommend(made, pairs(made, given), pairs(made, now), limits, recent=latest, probability=probability)
     append_rows(run / "answers.jsonl", [{"given": list(given), "now": list(now), "answer": plain(found)}])
     yield from answer_lines(made, found, words)
 

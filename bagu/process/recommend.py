@@ -1,6 +1,6 @@
 """Recommend settings for a context, or refuse.
 
-1. Refuse if the model does not beat the mean on held-out rows, or if the context is unlike the data.
+1. Refuse if the model does not beat the mean on held-out rows, or if the context or the latest rows are unlike the data.
 2. Candidates: an even cover of the box, and variations of real runs; on the machine's steps.
 3. Keep those inside the joint domain of the data that keep every limit with the asked probability.
 4. Take the best lower bound, mean - 1.64 sd: the maximum of a prediction finds the model's errors.
@@ -16,7 +16,9 @@ import numpy as np
 from bagu.errors import ArgumentError, UnknownName
 from bagu.process.answer import Answer, Forecast, Recommendation, Refusal, Row
 from bagu.process.candidates import EVEN, JITTER, VARIED, Box
+from bagu.process.drift import drifted, recent_column
 from bagu.process.run import Process
+from bagu.process.table import Table
 from bagu.process.target_model import Prediction
 
 CAUTION = 1.64  # standard deviations of the lower bound: 95 % of a normal distribution
@@ -29,13 +31,15 @@ WIDER = 2.0  # radii of the domain within which an experiment is offered
 
 def recommend(
     process: Process, given: Row, now: Row | None = None, moves: Mapping[str, float] | None = None, *,
-    probability: float = PROBABILITY,
+    recent: Table | None = None, probability: float = PROBABILITY,
 ) -> Answer | Refusal:  # fmt: skip
-    """The best settings in the context `given`, from the present settings `now` within `moves`."""
+    """The best settings in the context `given`, from the present settings `now` within `moves`. `recent` are the latest
+    rows of the process, with or without results: the context comes from the last one, and drift is refused."""
     now, moves = now or {}, moves or {}
-    context = full_context(process, given)
+    context = full_context(process, given, recent)
     check_inputs(process, now | {n: now.get(n, 0.0) for n in moves if n not in now})
-    if (refusal := no_skill(process) or outside(process, context)) is not None:
+    drift = None if recent is None else drifted(process, recent)
+    if (refusal := no_skill(process) or outside(process, context) or drift) is not None:
         return refusal
     box = Box(process, now, moves)
     if (refusal := _separated(process, box)) is not None:
@@ -144,14 +148,14 @@ def whatif(process: Process, row: Row, over: float = 0.0) -> Forecast:
     )  # fmt: skip
 
 
-def full_context(process: Process, given: Row) -> Row:
+def full_context(process: Process, given: Row, recent: Table | None = None) -> Row:
     """The context with every column; one that is not given takes the value of the last row."""
     check_inputs(process, given)
-    last = process.table.take(np.arange(process.table.rows - 1, process.table.rows))
     found: Row = {}
     for f in process.encoder.fields:
         if f.role == "context":
-            value = given.get(f.name, last[f.name].values[0])
+            column = process.table[f.name] if recent is None else recent_column(process, recent, f.name)
+            value = given.get(f.name, column.values[-1])
             found[f.name] = str(value) if f.levels else float(value)
     return found
 

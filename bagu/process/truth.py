@@ -10,13 +10,16 @@ import numpy as np
 
 from bagu.process.answer import Answer
 from bagu.process.candidates import Box
+from bagu.process.drift import drifted
 from bagu.process.plants import plant as named_plant
 from bagu.process.plants.history import NOISE, History, history
 from bagu.process.plants.plant import Plant
 from bagu.process.recommend import full_context, no_skill, outside, recommend
 from bagu.process.run import Process, fit_process
+from bagu.process.table import Column, Table
 
 LATER = 200  # rows after the history that judge intervals and refusals
+RECENT = 10  # rows of the log that come with a question
 SHIFT = 3.0  # standard deviations of one context, of the shifted process
 
 
@@ -36,9 +39,7 @@ def measure(
     return {
         "plant": name, "seed": seed, "rows": rows, "noise": noise, "models": list(models), "cases": cases,
         "coverage": _coverage(plant, whole, process, rows), "own_coverage": process.goal.coverage,
-        "refused_same": float(np.mean([_refused(process, plant, c) for c in whole.c[rows:]])),
-        "refused_shifted": float(np.mean([_refused(process, plant, c) for c in _shifted(whole.c[rows:], past.c)])),
-        "refused_far": float(np.mean([_refused(process, plant, c) for c in _far(whole.c[rows:], past.c)])),
+        **refusals(process, plant, past.c, whole.c[rows:]),
         "blind_recommended": no_skill(blind) is None, "weights": dict(process.goal.model.weights),
     }  # fmt: skip
 
@@ -91,22 +92,36 @@ def _maximum(process: Process, plant: Plant, given: Any) -> tuple[np.ndarray, fl
     return shares(plant, box.row(points[best])), float(mean[best])
 
 
-def _refused(process: Process, plant: Plant, c: np.ndarray) -> bool:
-    return outside(process, context_row(plant, c)) is not None
-
-
-def _far(later: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """The later contexts with the first one at its mean + 3 sd."""
-    moved = later.copy()
-    moved[:, 0] = past[:, 0].mean() + SHIFT * past[:, 0].std()
-    return moved
-
-
-def _shifted(later: np.ndarray, past: np.ndarray) -> np.ndarray:
-    """The later contexts with the first one moved by + 3 sd: those that were low stay inside of its range."""
+def refusals(process: Process, plant: Plant, past: np.ndarray, later: np.ndarray) -> dict[str, float]:
+    """Shares of refused rows of the same process and of one whose first context moved. `_shifted` and `_same` have the
+    rows before them at hand, as a user with a log has; `_row_` have one row alone; `delay` counts the rows after the
+    change until the refusal stands."""
     moved = later.copy()
     moved[:, 0] += SHIFT * past[:, 0].std()
-    return moved
+    far = later.copy()
+    far[:, 0] = past[:, 0].mean() + SHIFT * past[:, 0].std()
+
+    def alone(rows: np.ndarray) -> np.ndarray:
+        return np.array([outside(process, context_row(plant, c)) is not None for c in rows])
+
+    def with_log(before: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        every = np.vstack([before[-RECENT + 1 :], rows])
+        seen = [drifted(process, _log(plant, every[i : i + RECENT])) is not None for i in range(len(rows))]
+        return alone(rows) | np.array(seen)
+
+    changing = with_log(past, moved)
+    return {
+        "refused_row_same": float(alone(later).mean()), "refused_same": float(with_log(past, later).mean()),
+        "refused_row_shifted": float(alone(moved).mean()),
+        "refused_shifted": float(with_log(moved[: RECENT - 1], moved[RECENT - 1 :]).mean()),
+        "refused_row_far": float(alone(far).mean()),
+        "delay": 0 if changing.all() else int(np.flatnonzero(~changing).max()) + 1,
+    }  # fmt: skip
+
+
+def _log(plant: Plant, c: np.ndarray) -> Table:
+    values = plant.units(np.zeros((len(c), len(plant.settings))), c)
+    return Table(columns=tuple(Column(name=i.name, kind="number", values=values[i.name]) for i in plant.contexts))
 
 
 def _coverage(plant: Plant, whole: History, process: Process, rows: int) -> float:

@@ -63,6 +63,21 @@ WORDS: dict[str, tuple[str, str]] = {
         "{high})",
         "不作推荐：该工况不在数据范围内；偏离最大的是 {column} = {value}（数据为 {low} 到 {high}）",
     ),
+    "drifted": (
+        "no recommendation: the process has moved: {column} is {value} in the mean of the last {n} rows ({n} rows in a row of "
+        "the data had {low} to {high}); fit again with the new rows",
+        "不作推荐：过程已漂移：最近 {n} 行 {column} 的均值为 {value}（数据中连续 {n} 行的均值为 {low} 到 {high}）；请加入新数据重新拟合",
+    ),
+    "drifted_level": (
+        "no recommendation: the process has moved: the last {n} rows have other shares of {column} than any {n} rows in a row "
+        "of the data; fit again with the new rows",
+        "不作推荐：过程已漂移：最近 {n} 行 {column} 的构成与数据中任何连续 {n} 行都不同；请加入新数据重新拟合",
+    ),
+    "results_drifted": (
+        "no recommendation: the process has changed: {out} of the last {n} results of {target} are outside of their 90 % "
+        "interval; fit again with the new rows",
+        "不作推荐：过程已改变：最近 {n} 个 {target} 结果中有 {out} 个落在其 90 % 区间之外；请加入新数据重新拟合",
+    ),
     "nothing_inside": (
         "no recommendation: no setting within the bounds, moves and steps is near any run of the data",
         "不作推荐：在边界、步幅和步长之内，没有任何设定接近已有的运行",

@@ -14,6 +14,7 @@ import pytest
 from bagu.errors import BaguError
 from bagu.process.answer import Answer, Refusal
 from bagu.process.backtest import backtest
+from bagu.process.drift import drifted
 from bagu.process.experiments import experiments
 from bagu.process.limits import parse_limits
 from bagu.process.plants import PLANTS
@@ -70,6 +71,24 @@ def test_a_context_outside_is_refused_by_name(reactor: Process, given: dict, kin
     found = recommend(reactor, {**GIVEN, **given})
     assert isinstance(found, Refusal) and found.kind == kind and found.facts["column"] in given
     assert next(iter(given)) in found.words("en") and next(iter(given)) in found.words("zh")
+
+
+def test_a_stretch_of_rows_that_moved_is_refused_by_name(reactor: Process) -> None:
+    """Each row of it is inside of the data; ten together are not. The data's own stretches are not refused."""
+    for start in range(0, 140, 20):
+        assert drifted(reactor, reactor.table.take(np.arange(start, start + 10))) is None
+    activity = reactor.table["activity"].values
+    high = reactor.table.take(np.argsort(activity)[-25:-15])
+    found = recommend(reactor, {}, recent=high)
+    assert isinstance(found, Refusal) and found.kind == "drifted" and found.facts["column"] == "activity"
+    assert isinstance(recommend(reactor, context_row(PLANTS["reactor"], np.array([0.5, 0.5]))), Answer)
+    worse = replace(reactor.table, columns=tuple(
+        replace(c, values=c.values - 25) if c.name == "yield" else c for c in reactor.table.columns
+    )).take(np.arange(10))  # fmt: skip
+    found = recommend(reactor, {}, recent=worse)
+    assert isinstance(found, Refusal) and found.kind == "results_drifted" and "yield" in found.words("zh")
+    with pytest.raises(BaguError, match="no column 'activity'"):
+        recommend(reactor, {}, recent=replace(high, columns=high.columns[:2]))
 
 
 def test_a_shuffled_target_gets_no_recommendation() -> None:
