@@ -56,10 +56,10 @@ def fit_lines(
     yield f"{data}: {table.rows:,} rows; roles {f'from {path}' if path.exists() else 'guessed'}"
     yield from finding_lines(table, schema, language(lang))
     made = create(data.read_bytes(), schema, out, models=models, minutes=minutes)
-    write_report(made, out / "report.html")
+    write_report(made, out)
     for name in made.fits:
         yield ""
-        yield from score_lines(made, name)
+        yield from score_lines(made, name, language(lang))
     refusal = no_skill(made)
     yield f"\n{refusal.words(language(lang))}" if refusal else f"\nnext: bagu process recommend {out}"
     yield f"report: {out / 'report.html'}; the page: bagu serve {out}"
@@ -85,13 +85,13 @@ def with_options(
     return schema
 
 
-def score_lines(made: Process, name: str) -> Iterator[str]:
+def score_lines(made: Process, name: str, lang: Lang) -> Iterator[str]:
     fit = made.fits[name]
     yield f"{name}: held-out rows" + "".join(f"   R² {s.split:8}" for s in fit.scores["mean"])
     for model, scores in fit.scores.items():
         weight = f"{fit.model.weights[model]:.2f}" if model in fit.model.weights else ""
         yield f"  {model:9} {weight:>5}    " + "".join(f"{s.r2:14.3f}" for s in scores)
-    for note in score_notes(made, name):
+    for note in score_notes(made, name, lang):
         yield f"  {note}"
 
 
@@ -189,9 +189,9 @@ def demo_lines(name: str, out: Path, lang: str) -> Iterator[str]:
     yield f"{data}: 300 runs of a {name} plant by operators with habits; noise 20 % of the spread"
     yield from finding_lines(past.table, past.schema, language(lang))
     made = create(data.read_bytes(), past.schema, run, minutes=1)
-    write_report(made, run / "report.html")
+    write_report(made, run)
     yield ""
-    yield from score_lines(made, past.plant.target)
+    yield from score_lines(made, past.plant.target, language(lang))
     first = past.c[0]
     found = recommend(made, context_row(past.plant, first))
     yield ""

@@ -58,6 +58,11 @@ class Encoder:
         return np.repeat(np.arange(len(self.fields)), [max(1, len(f.levels)) for f in self.fields])
 
     @property
+    def categories(self) -> list[np.ndarray]:
+        """The columns of the matrix of each category."""
+        return [np.flatnonzero(self.owner == i) for i, f in enumerate(self.fields) if f.levels]
+
+    @property
     def signs(self) -> np.ndarray:
         return np.array([self.fields[i].sign for i in self.owner])
 

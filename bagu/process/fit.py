@@ -22,7 +22,15 @@ from bagu.process.models.ridge import Mean, Ridge
 from bagu.process.schema import Schema
 from bagu.process.splits import Split, Splits, make_splits
 from bagu.process.table import Table
-from bagu.process.target_model import Model, TargetModel, conformal_quantile, greedy_weights
+from bagu.process.target_model import FEWEST as FEWEST_OF_GROUP
+from bagu.process.target_model import (
+    Model,
+    TargetModel,
+    conformal_quantile,
+    greedy_weights,
+    level_quantiles,
+    row_quantiles,
+)
 
 KINDS: dict[str, Callable[[dict[str, np.ndarray]], Model]] = {
     "mean": Mean.from_arrays, "ridge": Ridge.from_arrays, "gp": GP.from_arrays, "trees": trees.Trees.from_arrays,
@@ -57,9 +65,9 @@ class TargetFit:
     model: TargetModel
     scores: Mapping[str, tuple[Score, ...]]  # by model, and "ensemble"
     coverage: float  # of the interval on held-out rows
-    by_group: tuple[float, ...]  # coverage of the groups of 30 or more held-out rows
+    by_group: Mapping[str, float]  # coverage of the groups and levels of 30 or more held-out rows
     over_time: tuple[float, ...]  # coverage of the forward blocks
-    left_out: Mapping[str, str]  # models without a result, and why
+    left_out: Mapping[str, str]  # models without a result, and why (a key of words.py)
 
     @property
     def skill(self) -> Score:
@@ -109,17 +117,17 @@ def fit_target(
 def _fit_one(
     name: str, x: np.ndarray, y: np.ndarray, signs: np.ndarray, splits: Mapping[str, Split], deadline: float
 ) -> Fitted | str:
-    """The model, or why there is none."""
+    """The model, or why there is none (a key of words.py)."""
     left = deadline - time.monotonic()
     if name in ("trees", "mlp") and left <= 0:
-        return "the time budget was over"
+        return "no_time"
     if name == "trees":
         if not trees.offered():
-            return "LightGBM is not installed (pip install 'bagu[process]')"
+            return "no_lightgbm"
         sets = [np.arange(len(y)), *(train for s in splits.values() for train, _ in s.folds)]
         made = trees.fit_trees(x, y, signs, sets, seconds=left)
         if made is None:
-            return "the time budget ended during its training"
+            return "time_ended"
         rest = iter(made[1:])
         return Fitted(made[0], {n: _held_out(x, y, s, lambda *_: next(rest)) for n, s in splits.items()})
     if name == "gp":
@@ -136,7 +144,7 @@ def _fit_one(
     try:
         return Fitted(fit(x, y), {n: _held_out(x, y, s, fit) for n, s in splits.items()})
     except TimeoutError:
-        return "the time budget ended during its training"
+        return "time_ended"
 
 
 def _held_out(x: np.ndarray, y: np.ndarray, split: Split, fit: Callable[[np.ndarray, np.ndarray], Model]) -> np.ndarray:
@@ -177,10 +185,12 @@ def _joined(
     covered = np.zeros(len(y), bool)
     for _, test in splits.calibrate.folds:  # the quantile of a fold comes from the others
         others = np.setdiff1d(splits.calibrate.tested, test)
-        covered[test] = ratio[test] <= conformal_quantile(ratio[others])
+        levels = level_quantiles(x[others], ratio[others], encoder.categories)
+        covered[test] = ratio[test] <= row_quantiles(x[test], conformal_quantile(ratio[others]), levels)
     model = TargetModel(
-        {n: f.model for n, f in done.items()}, weights, conformal_quantile(ratio), encoder.signs, x.min(0), x.max(0)
-    )
+        {n: f.model for n, f in done.items()}, weights, conformal_quantile(ratio),
+        level_quantiles(x, ratio, encoder.categories), encoder.signs, x.min(0), x.max(0),
+    )  # fmt: skip
     scores = {
         name: tuple(_score(s, y, held[s], done["mean"].held_out[s]) for s in dict.fromkeys((honest, cal, "random")))
         for name, held in {**{n: f.held_out for n, f in done.items()}, "ensemble": joined}.items()
@@ -188,7 +198,8 @@ def _joined(
     forward: tuple[float, ...] = ()
     if honest == "forward":
         ratios = np.abs(y - joined[honest]) / np.sqrt(done["gp"].spread[honest] ** 2)
-        forward = tuple(float((ratios[test] <= model.quantile).mean()) for _, test in splits.honest.folds)
+        widths = row_quantiles(x, model.quantile, model.levels)
+        forward = tuple(float((ratios[test] <= widths[test]).mean()) for _, test in splits.honest.folds)
     return TargetFit(
         target, model, scores, float(covered[splits.calibrate.tested].mean()), _by_group(rows, schema, covered),
         forward, left_out,
@@ -203,9 +214,10 @@ def _score(split: str, y: np.ndarray, found: np.ndarray, baseline: np.ndarray) -
     return Score(split, float(np.sqrt(error.mean())), float(saved.mean() / plain.mean()), float(bound / plain.mean()))
 
 
-def _by_group(rows: Table, schema: Schema, covered: np.ndarray) -> tuple[float, ...]:
-    groups = schema.of("group")
-    if not groups:
-        return ()
-    labels = rows[groups[0].name].values
-    return tuple(float(covered[labels == g].mean()) for g in np.unique(labels) if (labels == g).sum() >= 30)
+def _by_group(rows: Table, schema: Schema, covered: np.ndarray) -> dict[str, float]:
+    found = {}
+    for name in [f.name for f in (*schema.of("group"), *(f for f in schema.inputs if f.levels))]:
+        labels, counts = np.unique(rows[name].values, return_counts=True)
+        for label in labels[counts >= FEWEST_OF_GROUP]:
+            found[f"{name} {label}"] = float(covered[rows[name].values == label].mean())
+    return found

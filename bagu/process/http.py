@@ -33,6 +33,7 @@ from bagu.process.report import report, score_notes, write_report
 from bagu.process.run import Process, create, open_run
 from bagu.process.schema import Schema, schema_of
 from bagu.process.table import Table, parse_csv
+from bagu.process.words import Lang
 from bagu.runs.files import complete_rows
 from bagu.runs.record import append_rows
 from bagu.serve.http.calls import ApiMiddleware, error_response, json_response, read_json
@@ -98,7 +99,8 @@ class ProcessApi:
 
     async def report(self, request: Request) -> Response:
         headers = {**HEADERS, "Content-Security-Policy": REPORT_POLICY, "content-type": "text/html; charset=utf-8"}
-        return Response(await asyncio.to_thread(report, self.process), headers=headers)
+        lang: Lang = "zh" if request.query_params.get("lang") == "zh" else "en"
+        return Response(await asyncio.to_thread(report, self.process, lang), headers=headers)
 
     async def whatif(self, request: Request) -> Response:
         """One row: {"row": {name: value}}; inputs that are not given are those of the last row."""
@@ -106,7 +108,8 @@ class ProcessApi:
         return json_response({"row": row, **asdict(whatif(self.process, row))})
 
     async def recommend(self, request: Request) -> Response:
-        """{"given", "now", "moves": {name: value}, "probability"}; an answer or a refusal, both with status 200."""
+        """{"given", "now", "moves": {name: value}, "recent": base64 of a CSV of the latest rows, "probability"}; an
+        answer or a refusal, both with status 200."""
         body = await self._body(request)
         given, now, moves = (_values(body, name) for name in ("given", "now", "moves"))
         check_inputs(self.process, moves)
@@ -114,7 +117,10 @@ class ProcessApi:
         if not isinstance(probability, int | float) or not 0.5 <= probability < 1:
             raise ApiError(400, "probability is not a number from 0.5 to 1", param="probability")
         widths = {n: float(v) for n, v in moves.items()}
-        found = await asyncio.to_thread(recommend, self.process, given, now, widths, probability=probability)
+        recent = await asyncio.to_thread(parse_csv, _bytes(body, "recent"), "recent") if body.get("recent") else None
+        found = await asyncio.to_thread(
+            recommend, self.process, given, now, widths, recent=recent, probability=probability
+        )
         answer = plain(found)
         append_rows(self.run / "answers.jsonl", [{"given": given, "now": now, "answer": answer}])
         return json_response(answer)
@@ -134,7 +140,7 @@ class ProcessApi:
         self.fitting = True
         try:
             made = await asyncio.to_thread(create, data, schema, out, minutes=MINUTES)
-            await asyncio.to_thread(write_report, made, out / "report.html")
+            await asyncio.to_thread(write_report, made, out)
             await asyncio.to_thread(warm, made)
         finally:
             self.fitting = False
@@ -143,10 +149,7 @@ class ProcessApi:
 
     async def _upload(self, request: Request) -> tuple[Table, Schema, bytes]:
         body = await self._body(request)
-        try:
-            data = base64.b64decode(body.get("data", ""), validate=True)
-        except (binascii.Error, TypeError, ValueError):
-            raise ApiError(400, "data is not base64", param="data") from None
+        data = _bytes(body, "data")
         table = await asyncio.to_thread(parse_csv, data, "the file")
         return table, schema_of(body["schema"], "schema") if body.get("schema") else guess(table), data
 
@@ -174,7 +177,8 @@ def described(process: Process, run: Path) -> dict[str, Any]:
     fits = {
         name: {
             "scores": {m: [asdict(s) for s in scores] for m, scores in fit.scores.items()}, "coverage": fit.coverage,
-            "weights": dict(fit.model.weights), "notes": score_notes(process, name),
+            "weights": dict(fit.model.weights), 
+            "notes": {"en": score_notes(process, name, "en"), "zh": score_notes(process, name, "zh")},
         }
         for name, fit in process.fits.items()
     }  # fmt: skip
@@ -193,6 +197,13 @@ def _schema(schema: Schema) -> dict[str, Any]:
 
 def _findings(table: Table, schema: Schema) -> list[dict[str, str]]:
     return [{"level": f.level, "en": f.words("en"), "zh": f.words("zh")} for f in examine(table, schema)[:SHOWN]]
+
+
+def _bytes(body: dict[str, Any], name: str) -> bytes:
+    try:
+        return base64.b64decode(body.get(name, ""), validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        raise ApiError(400, f"{name} is not base64", param=name) from None
 
 
 def _values(body: dict[str, Any], name: str) -> dict[str, float | str]:

@@ -1,6 +1,6 @@
 """Recommend settings for a context, or refuse.
 
-1. Refuse if the model does not beat the mean on held-out rows, or if the context or the latest rows are unlike the data.
+1. Refuse if the model does not beat the mean on held-out rows, or if context or latest rows are unlike the data.
 2. Candidates: an even cover of the box, and variations of real runs; on the machine's steps.
 3. Keep those inside the joint domain of the data that keep every limit with the asked probability.
 4. Take the best lower bound, mean - 1.64 sd: the maximum of a prediction finds the model's errors.

@@ -2,7 +2,7 @@
 
     data.csv     the rows, as given                 schema.toml   the roles
     process.json what was asked, and what is done   models/       a safetensors file per target and model
-    report.html  the report                         answers.jsonl the recommendations that were given
+    report.html  the report (and report.zh.html)    answers.jsonl the recommendations that were given
 
 No pickle. `fit` on a folder whose fit was killed goes on with the models that are finished, with the same bits.
 """

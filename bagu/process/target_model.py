@@ -1,15 +1,16 @@
 """The model of one target: a weighted ensemble, an interval whose coverage was checked, and monotone signs.
 
 The interval is conformal over cross-validation: with out-of-fold errors e and spreads s, its half-width is the quantile
-q of |e| / s times s(x) (cross-conformal, Vovk 2015; CV+ without its factor of two). Signs hold for the mean and both
-ends:
-along a signed input each of the three functions is replaced by the mean of its smallest increasing majorant and its
-largest increasing minorant on a grid, which is increasing and keeps their order.
+q of |e| / s times s(x) (cross-conformal, Vovk 2015; CV+ without its factor of two). The levels of one category, that
+whose quantiles differ most, have a q of their own (Mondrian; Vovk et al. 2005): a noisy line does not hide behind quiet
+ones. Signs hold for the mean and both ends: along a signed input each of the three functions is replaced by the mean of
+its smallest increasing majorant and its largest increasing minorant on a grid, which is increasing and keeps their
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 from bagu.process.models.gp import GP
 
 COVERAGE = 0.9
+FEWEST = 30  # rows of a level or a group that has a quantile, or a coverage, of its own
 GRID = {1: 33, 2: 9, 3: 5}  # points per signed input
 
 
@@ -41,6 +43,7 @@ class TargetModel:
     members: Mapping[str, Model]
     weights: Mapping[str, float]
     quantile: float
+    levels: Mapping[int, float]  # the quantile of rows with a level, by its column of the matrix
     signs: np.ndarray  # of each column of the matrix
     lows: np.ndarray  # range of each column in the data, for the grid of signed ones
     highs: np.ndarray
@@ -61,7 +64,8 @@ class TargetModel:
 
     def _raw(self, x: np.ndarray) -> Prediction:
         mean, sd, spread = ensemble(self.members, self.weights, x)
-        return Prediction(mean, sd, mean - self.quantile * spread, mean + self.quantile * spread, spread)
+        half = row_quantiles(x, self.quantile, self.levels) * spread
+        return Prediction(mean, sd, mean - half, mean + half, spread)
 
 
 def ensemble(members: Mapping[str, Model], weights: Mapping[str, float], x: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -107,6 +111,29 @@ def conformal_quantile(scores: np.ndarray, coverage: float = COVERAGE) -> float:
     """The smallest score that is at or above a share of ⌈(n + 1) coverage⌉ / n; the largest one for few scores."""
     ordered = np.sort(scores)
     return float(ordered[min(len(ordered), int(np.ceil((len(ordered) + 1) * coverage))) - 1])
+
+
+def level_quantiles(x: np.ndarray, scores: np.ndarray, categories: Iterable[np.ndarray]) -> dict[int, float]:
+    """Quantiles of the levels that have FEWEST rows, of the category whose quantiles differ most. Each category is its
+    columns of `x`."""
+    best: dict[int, float] = {}
+    for columns in categories:
+        rows = {int(j): x[:, j] > 0 for j in columns}
+        found = {j: conformal_quantile(scores[r]) for j, r in rows.items() if r.sum() >= FEWEST}
+        if len(found) > 1 and (not best or _ratio(found) > _ratio(best)):
+            best = found
+    return best
+
+
+def _ratio(quantiles: Mapping[int, float]) -> float:
+    return max(quantiles.values()) / max(min(quantiles.values()), 1e-12)
+
+
+def row_quantiles(x: np.ndarray, quantile: float, levels: Mapping[int, float]) -> np.ndarray:
+    found = np.full(len(x), quantile)
+    for column, q in levels.items():
+        found[x[:, column] > 0] = q
+    return found
 
 
 def greedy_weights(predictions: Mapping[str, np.ndarray], y: np.ndarray, rounds: int = 25) -> dict[str, float]:

@@ -98,6 +98,37 @@ WORDS: dict[str, tuple[str, str]] = {
         "no recommendation: nothing near the data is better than the present settings with confidence",
         "不作推荐：数据附近没有任何设定能可靠地优于当前设定",
     ),
+    # notes on the models
+    "coverage": ("90 % interval: got {got:.0%} on held-out rows", "90 % 区间：在留出的行上实际覆盖 {got:.0%}"),
+    "by_group": (
+        "groups of 30 rows or more: coverage {low:.0%} ({worst}) to {high:.0%}",
+        "30 行以上的组：覆盖率 {low:.0%}（{worst}）到 {high:.0%}",
+    ),
+    "over_time": ("forward in time, block by block: {each}", "按时间向前，逐段覆盖率：{each}"),
+    "drifts": (
+        "the process drifts: later rows leave the interval more often than promised",
+        "过程在漂移：之后的行超出区间的次数多于承诺",
+    ),
+    "no_time": ("{model} was left out: the time budget was over", "未用 {model}：时间已用完"),
+    "time_ended": ("{model} was left out: the time budget ended during its training", "未用 {model}：训练中时间用完"),
+    "no_lightgbm": (
+        "{model} was left out: LightGBM is not installed (pip install 'bagu[process]')",
+        "未用 {model}：没有安装 LightGBM（pip install 'bagu[process]'）",
+    ),
+    # the report
+    "report_title": ("{goal}: {rows:,} rows, {inputs} inputs", "{goal}：{rows:,} 行，{inputs} 个输入"),
+    "findings": ("Findings in the data", "数据中的发现"),
+    "roles": ("Roles", "列的角色"),
+    "role_heads": ("column|role|unit|low|high|step", "列|角色|单位|下限|上限|步长"),
+    "models_of": ("Models of {target}, on rows they have not seen", "{target} 的模型（在未见过的行上）"),
+    "model_heads": ("model|weight", "模型|权重"),
+    "split_forward": ("R², later rows", "R²，之后的行"),
+    "split_group": ("R², other batches", "R²，其他批次"),
+    "split_random": ("R², random rows", "R²，随机行"),
+    "chart": ("Measured against predicted", "实测与预测"),
+    "chart_measured": ("measured, mean of rows alike", "实测（相近行的均值）"),
+    "chart_equal": ("equal", "相等"),
+    "chart_predicted": ("predicted", "预测"),
     # remarks beside an answer
     "association": (
         "These are associations in your data, not proven causes. Try a recommendation as an experiment first.",

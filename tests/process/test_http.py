@@ -62,7 +62,10 @@ def test_a_row_a_recommendation_and_a_refusal(url: str) -> None:
     assert answer["refused"] is None and len(answer["choices"][0]["nearest"]) == 3
     refused = call(url + "/v1/process/recommend", {"given": {"activity": 50}})[1]
     assert refused["refused"] == "context_outside" and "activity" in refused["words"]["zh"]
-    assert len(call(url + "/v1/process")[1]["answers"]) == 2
+    rows = "activity,impurity\n" + "\n".join(f"{1.3 + i / 100},0.15" for i in range(10))
+    body = {"recent": base64.b64encode(rows.encode()).decode(), "given": {"activity": 1.0}}
+    assert call(url + "/v1/process/recommend", body)[1]["refused"] == "drifted"
+    assert len(call(url + "/v1/process")[1]["answers"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,8 @@ def test_a_row_a_recommendation_and_a_refusal(url: str) -> None:
         ("whatif", [1], "application/json", 400),
         ("recommend", {"given": {}, "probability": 7}, "application/json", 400),
         ("recommend", {"given": {"activity": None}}, "application/json", 400),
+        ("recommend", {"recent": "no base64 !"}, "application/json", 400),
+        ("recommend", {"recent": "YSxiCjEsMgo="}, "application/json", 400),
         ("look", {"data": "no base64 !"}, "application/json", 400),
         ("look", {"data": ""}, "application/json", 400),
     ],

@@ -7,6 +7,7 @@ const $ = (id) => document.getElementById(id);
 let state = null;
 let row = {};
 let upload = null; // {data, schema} of a file that was chosen
+let recent = null; // the latest rows of the process, as base64
 let answer = null;
 let asked = 0;
 
@@ -57,6 +58,8 @@ function drawSettings() {
     el("div", { class: "buttons" },
       el("button", { type: "button", class: "main", id: "ask", on: { click: ask } }, t("recommend")),
       el("label", {}, now, " ", t("from_now"))),
+    el("p", { class: "soft" }, el("label", {}, t("recent"), " ",
+      el("input", { type: "file", accept: ".csv,text/csv", id: "recent", on: { change: async (e) => { recent = await base64(e.target.files[0]); } } }))),
   );
 }
 
@@ -89,7 +92,7 @@ async function ask() {
   $("ask").disabled = true;
   fill("answer", el("h2", {}, t("answer")), el("p", { class: "soft" }, t("working")));
   try {
-    answer = await call("/v1/process/recommend", { given: of("context"), now: $("from-now").checked ? of("setting") : {} });
+    answer = await call("/v1/process/recommend", { given: of("context"), now: $("from-now").checked ? of("setting") : {}, recent: recent ?? undefined });
     state.answers.push({ given: of("context"), answer });
   } catch (error) {
     answer = { refused: "error", words: { en: error.message, zh: error.message } };
@@ -143,9 +146,9 @@ function drawModels() {
   const parts = Object.entries(state.fits).flatMap(([target, fit]) => {
     const heads = [t("model"), t("weight"), ...fit.scores.mean.map((s) => t(`split_${s.split}`))];
     const rows = Object.entries(fit.scores).map(([m, s]) => [m, fit.weights[m]?.toFixed(2) ?? "", ...s.map((x) => x.r2.toFixed(3))]);
-    return [el("p", {}, target), el("div", { class: "scroll" }, grid(heads, rows)), ...fit.notes.map((n) => el("p", { class: "soft" }, n))];
+    return [el("p", {}, target), el("div", { class: "scroll" }, grid(heads, rows)), ...fit.notes[language()].map((n) => el("p", { class: "soft" }, n))];
   });
-  fill("models", el("h2", {}, t("models")), ...parts, el("a", { href: "/v1/process/report" }, t("report")));
+  fill("models", el("h2", {}, t("models")), ...parts, el("a", { href: `/v1/process/report?lang=${language()}` }, t("report")));
 }
 
 function drawRoles() {
@@ -167,15 +170,20 @@ function drawRoles() {
     el("p", {}, limits, " ", el("small", {}, t("limits"))), el("div", { class: "buttons" }, fit));
 }
 
+async function base64(file) {
+  if (!file) return null;
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  let text = "";
+  for (let i = 0; i < bytes.length; i += 32768) text += String.fromCharCode(...bytes.subarray(i, i + 32768));
+  return btoa(text);
+}
+
 async function read(event) {
   const file = event.target.files[0];
   if (!file) return;
   $("roles-state").textContent = t("reading", { name: file.name });
   try {
-    const bytes = new Uint8Array(await file.arrayBuffer());
-    let text = "";
-    for (let i = 0; i < bytes.length; i += 32768) text += String.fromCharCode(...bytes.subarray(i, i + 32768));
-    const data = btoa(text);
+    const data = await base64(file);
     const found = await call("/v1/process/look", { data });
     upload = { data, schema: found.schema };
     drawRoles();
@@ -218,8 +226,7 @@ function draw() {
 function begin(found) {
   state = found;
   row = { ...state.last };
-  upload = null;
-  answer = null;
+  upload = recent = answer = null;
   draw();
 }
 

@@ -12,6 +12,7 @@ const WORDS = {
   outside: ["outside of the data ({d} radii); farthest in {column}", "超出数据范围（{d} 个半径）；{column} 偏离最大"],
   recommend: ["Recommend", "推荐"],
   from_now: ["from these settings", "从当前设定出发"],
+  recent: ["latest rows of the process (CSV), to check for drift", "过程的最新数据（CSV），用于检查漂移"],
   answer: ["Recommendation", "推荐"],
   no_answer: ["Choose the context on the left, then ask.", "先在左侧选择工况，再点“推荐”。"],
   promise: ["promise {mean} {unit}, {side} {bound}", "承诺 {mean} {unit}，{side} {bound}"],
