@@ -177,7 +177,7 @@ def described(process: Process, run: Path) -> dict[str, Any]:
     fits = {
         name: {
             "scores": {m: [asdict(s) for s in scores] for m, scores in fit.scores.items()}, "coverage": fit.coverage,
-            "weights": dict(fit.model.weights), 
+            "weights": dict(fit.model.weights),
             "notes": {"en": score_notes(process, name, "en"), "zh": score_notes(process, name, "zh")},
         }
         for name, fit in process.fits.items()

@@ -13,7 +13,9 @@ from bagu.process.models.ridge import Ridge
 from bagu.process.plants import PLANTS
 from bagu.process.plants.history import history
 from bagu.process.run import fit_process
+from bagu.process.schema import Field, Schema
 from bagu.process.splits import make_splits
+from bagu.process.table import Column, Table
 from bagu.process.target_model import conformal_quantile, greedy_weights
 
 
@@ -83,7 +85,9 @@ def test_trees_of_the_child_process_keep_signs_and_are_killed_in_time() -> None:
     assert trees.fit_trees(x, y, np.zeros(3, int), [np.arange(300)], seconds=0.01) is None
 
 
-def test_signs_hold_for_the_mean_and_both_ends_of_the_band() -> None:
+@pytest.mark.parametrize("lines", [60, pytest.param(250, marks=pytest.mark.slow)])
+def test_signs_hold_for_the_mean_and_both_ends_of_the_band(lines: int) -> None:
+    """40 probes along each line; 250 lines are 10,000 probes of each signed input."""
     past = history(PLANTS["reactor"], 80, 1)
     schema = past.schema
     for name, sign in (("temperature", 1), ("feed", -1)):  # neither is true of this plant: the harder case
@@ -91,11 +95,11 @@ def test_signs_hold_for_the_mean_and_both_ends_of_the_band() -> None:
     made = fit_process(past.table, schema, models=())
     rng = np.random.default_rng(0)
     for column, sign in ((0, 1), (2, -1)):
-        probe = np.repeat(made.x[rng.integers(80, size=60)], 40, 0)
-        probe[:, column] = np.tile(np.linspace(-3, 3, 40), 60)
+        probe = np.repeat(made.x[rng.integers(80, size=lines)], 40, 0)
+        probe[:, column] = np.tile(np.linspace(-3, 3, 40), lines)
         found = made.goal.model.predict(probe)
         for part in (found.mean, found.low, found.high):
-            assert (sign * np.diff(part.reshape(60, 40), axis=1)).min() >= 0
+            assert (sign * np.diff(part.reshape(lines, 40), axis=1)).min() >= 0
         assert (found.low <= found.mean).all() and (found.mean <= found.high).all()
 
 
@@ -110,6 +114,26 @@ def test_intervals_cover_what_they_say(name: str) -> None:
         found, y = made.goal.model.predict(made.encoder.of_table(later)), later[PLANTS[name].target].values
         hits.append(((y >= found.low) & (y <= found.high)).mean())
     assert 0.86 < np.mean(hits) < 0.95
+
+
+def test_a_noisy_line_does_not_hide_behind_quiet_ones() -> None:
+    """Lines with noise of 0.1 and 0.4: one width for both would cover about 99 % and 80 %."""
+    hits: dict[str, list[float]] = {"a": [], "b": []}
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        (x, y), line = waves(400, seed, noise=0), rng.choice(["a", "b"], 400)
+        y = y + np.where(line == "a", 0.1, 0.4) * rng.standard_normal(400)
+        numbers = [Column(name=n, kind="number", values=v) for n, v in zip("uvwy", (*x.T, y), strict=True)]
+        table = Table(columns=(*numbers, Column(name="line", kind="category", values=line)))
+        roles = [Field(name=n, role="setting") for n in "uvw"] + [Field(name="y", role="target", goal="max")]
+        schema = Schema(columns=(*roles, Field(name="line", role="context", kind="category", levels=("a", "b"))))
+        made = fit_process(table.take(np.arange(200)), schema, models=())
+        assert set(made.goal.by_group) == {"line a", "line b"}
+        found = made.goal.model.predict(made.encoder.of_table(table))
+        for name, some in hits.items():
+            later = (line == name) & (np.arange(400) >= 200)
+            some.append(float(((y >= found.low) & (y <= found.high))[later].mean()))
+    assert all(0.85 < np.mean(some) < 0.95 for some in hits.values())
 
 
 def test_splits_keep_batches_whole_and_look_forward() -> None:
