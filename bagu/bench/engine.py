@@ -1,6 +1,7 @@
 """`bagu bench engine`: tokens per second of the engine without a server, with peers in the same run."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -27,6 +28,7 @@ from bagu.serve.adapters.registry import adaptable
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.kv.pool import size_pool
+from bagu.serve.warm_up import WarmUp
 
 Load = Callable[[], tuple[Transformer, Any, Any]]  # the model, and what this benchmark does not use
 Timed = tuple[str, int | None, Measured]  # implementation, streams
@@ -149,7 +151,15 @@ def _bagu(model: Transformer, config: EngineConfig, case: Case, turn: int) -> It
     workload, warmup = _workloads(case, model.config.vocab_size, turn, full_warmup=model.embedding.weight.is_cuda)
     longest = max(workload.longest, warmup.longest, min(LEAST_LEN, model.config.max_len))
     with closing(Engine(model, None, replace(config, max_model_len=longest))) as engine:
-        yield "bagu", None, measure_throughput(engine, workload, warmup)
+        if not case.passes:
+            yield "bagu", None, measure_throughput(engine, [warmup, workload])[-1]
+            return
+        began = time.perf_counter()
+        WarmUp(engine).run(config.warm_up)
+        facts = {"warm_up_s": time.perf_counter() - began}
+        works = [case.workload(model.config.vocab_size, turn * case.passes + number) for number in range(case.passes)]
+        for number, measured in enumerate(measure_throughput(engine, works), 1):
+            yield f"bagu, pass {number}", None, replace(measured, facts=measured.facts | facts)
 
 
 def random_adapter(model: Transformer, rank: int, seed: int) -> Adapter:

@@ -51,6 +51,7 @@ class Case:
     prompt: int = 64
     new: int = 128
     repeats: int = 3  # per number of streams; the median is reported
+    passes: int = 0  # over `requests`, from the first one after the engine's own warm-up; 0: one, after a whole one
     seed: int = 0
     adapters: int = 0  # LoRA adapters; request i uses number i modulo this
     text: Text | None = None  # of the streams: known text that repeats or does not; None: random prompts
@@ -63,11 +64,15 @@ class Case:
         for name, count in counts.items():
             if count < 1:
                 raise ArgumentError(f"{name} is {count}", hint="use 1 or more")
-        for name, count in {"shared prefix": self.shared_prefix, "adapters": self.adapters}.items():
+        for name, count in {
+            "shared prefix": self.shared_prefix, "adapters": self.adapters, "passes": self.passes,
+        }.items():  # fmt: skip
             if count < 0:
                 raise ArgumentError(f"{name} is {count}", hint="use 0 or more")
         if self.text not in (None, *get_args(Text)):
             raise UnknownName.among("text", str(self.text), get_args(Text))
+        if self.passes and self.streams:
+            raise ArgumentError("--passes with --streams", hint="passes are over --requests: leave one of them out")
         if (self.text is not None or self.adapters) and not self.streams:
             raise ArgumentError("--text or --adapters without --streams", hint="they time decoding: add --streams 1")
 
@@ -171,19 +176,21 @@ class Clocked:
         }
 
 
-def measure_throughput(engine: Engine, workload: Workload, warmup: Workload) -> Measured:
-    """Measure the full workload after the warmup: its time, and the engine's statistics. Use an engine once."""
-    clocked = Clocked(engine)
-    for name, work in (("warmup", warmup), ("bench", workload)):
+def measure_throughput(engine: Engine, workloads: Sequence[Workload]) -> list[Measured]:
+    """Measure workloads one after another: their times, and the engine's statistics."""
+    clocked, found = Clocked(engine), []
+    for number, work in enumerate(workloads):
         clocked.reset()
         began, made = time.perf_counter(), 0
-        clocked.submit(work, TEMPERATURE, name)
+        clocked.submit(work, TEMPERATURE, f"bench-{number}")
         while engine.has_work:
             made += clocked.step()
         seconds = time.perf_counter() - began
-    if made != workload.output_tokens:
-        raise BaguError(f"the engine generated {made} of {workload.output_tokens} tokens")
-    return Measured(seconds=seconds, output_tokens=made, input_tokens=workload.input_tokens, facts=clocked.facts())
+        if made != work.output_tokens:
+            raise BaguError(f"the engine generated {made} of {work.output_tokens} tokens")
+        facts = clocked.facts()
+        found.append(Measured(seconds=seconds, output_tokens=made, input_tokens=work.input_tokens, facts=facts))
+    return found
 
 
 def measure_streams(engine: Engine, case: Case) -> list[tuple[int, Measured]]:

@@ -134,7 +134,7 @@ def _measured(
 
 def _engine_rate(model: Transformer, config: EngineConfig, workload: Workload) -> float:
     """Output tokens/s of an engine that does nothing but sample."""
-    measured = measure_throughput(Engine(model, None, config), workload, workload)
+    measured = measure_throughput(Engine(model, None, config), [workload, workload])[-1]
     return measured.output_tokens / measured.seconds
 
 

@@ -146,6 +146,9 @@ class EngineBench:
     inputs: Annotated[Lengths | None, Option("Range of prompt lengths, e.g. 100-1024.", parse=Lengths.parse)] = None
     outputs: Annotated[Lengths | None, Option("Range of output lengths, e.g. 100-1024.", parse=Lengths.parse)] = None
     shared_prefix: Annotated[int, SHARED_PREFIX] = 0
+    passes: Annotated[
+        int, Option("Time so many passes, from the first after the warm-up; 0: one, after a whole one.")
+    ] = 0
     streams: Annotated[tuple[int, ...], Option("Time decoding with this many streams; repeatable.")] = ()
     input_tokens: Annotated[int, Option("With --streams: tokens of a prompt.")] = 64
     output_tokens: Annotated[int, Option("With --streams: generated tokens of a stream.")] = 128

@@ -63,7 +63,7 @@ def bench_parallel(given: ParallelBench) -> None:
     EngineBench,
     BenchSetting,
     groups={
-        "Workload": "inputs outputs shared_prefix streams input_tokens output_tokens text adapters adapter_rank",
+        "Workload": "inputs outputs shared_prefix passes streams input_tokens output_tokens text adapters adapter_rank",
         "Engine": "speculative speculative_tokens max_num_seqs prefix_caching kv_dtype invariant tp",
     },
 )
@@ -84,7 +84,7 @@ def bench_engine(given: EngineBench, setting: BenchSetting) -> None:
     case = Case(
         requests=given.requests, inputs=given.inputs, outputs=given.outputs, shared_prefix=given.shared_prefix,
         streams=given.streams, prompt=given.input_tokens, new=given.output_tokens, adapters=given.adapters,
-        text=given.text,  # type: ignore[arg-type]
+        passes=given.passes, text=given.text,  # type: ignore[arg-type]
     )  # fmt: skip
     config = EngineConfig(
         max_num_seqs=given.max_num_seqs, max_adapter_rank=given.adapter_rank, prefix_cache=given.prefix_caching,

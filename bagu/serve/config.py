@@ -121,6 +121,10 @@ class EngineConfig:
         bool, Option("Serve a decoder's embeddings (its last token's state), not its text.", flags=("--embeddings",))
     ] = False
     invariant: Annotated[bool, INVARIANT] = False  # bagu.ops.invariant
+    warm_up: Annotated[
+        float,
+        Option("GPU: seconds to compile and capture before the server is ready; the rest follows when it is idle."),
+    ] = 15.0
     seed: Annotated[int, Option("Seed for the requests that do not set one.")] = 0
     tool_parser: Annotated[  # auto: by the chat template
         str, Option("Form of tool calls: auto, none, hermes, llama3, mistral, deepseek_v3, ...")
@@ -153,6 +157,8 @@ class EngineConfig:
                 f"engine: gpu_memory_utilization = {self.gpu_memory_utilization}",
                 hint="it is a fraction: above 0 and at most 1",
             )
+        if not self.warm_up >= 0:
+            raise ArgumentError(f"engine: warm_up = {self.warm_up}", hint="it is a number of seconds, 0 or more")
         if self.memory_share is not None and not 0.0 < self.memory_share <= 1.0:
             raise ArgumentError(
                 f"engine: memory_share = {self.memory_share}", hint="it is a fraction: above 0 and at most 1"

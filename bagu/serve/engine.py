@@ -19,8 +19,8 @@ the requests of one caller. With `tp` > 1 the model is divided over processes of
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class Engine(GenerationMixin):
         """Run one step for every running sequence and return its events; an empty list if there is nothing to run.
         With overlapping steps, the events are those of the previous step."""
         began = time.perf_counter()
-        with torch.inference_mode(), self._arithmetic():
+        with self.computing():
             plan = self.scheduler.plan()
             if plan is None and self._launched is None:
                 return self._idle()
@@ -193,7 +193,7 @@ class Engine(GenerationMixin):
         has done that (`adapters.read`). Raises BaguError, and changes nothing, if it cannot be served."""
         adapter = self.adapters.read(path) if adapter is None else adapter
         self.adapters.check(adapter)
-        with torch.inference_mode(), self._arithmetic():
+        with self.computing():
             self._unreturned = self._commit(self._sample())
         resident = self.adapters.install(name, path, adapter, self.scheduler.queues.busy_slots())
         self.runner.install_adapter(resident.slot, adapter)
@@ -209,6 +209,21 @@ class Engine(GenerationMixin):
         freed."""
         self.runner.release_source()
         self.model = self.adapters.model = self.runner.source
+
+    def rehearse(self, requests: Iterable[Request]) -> None:
+        """Run requests without counting their steps. The engine has no others."""
+        counter, self._counter = self._counter, StepCounter()
+        for request in requests:
+            self.submit(request)
+        while self.has_work:
+            self.step()
+        self._counter = counter
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Where the model runs: without gradients, in the engine's arithmetic."""
+        with torch.inference_mode(), ops.invariant() if self.config.invariant else nullcontext():
+            yield
 
     def stats(self) -> EngineStats:
         scheduler, blocks, counter = self.scheduler, self.blocks, self._counter
@@ -263,9 +278,6 @@ class Engine(GenerationMixin):
                 hint="pass the model's tokenizer to Engine",
             )
         return self.grammars.matchers(request.sampling.grammar, request.sampling.n)
-
-    def _arithmetic(self) -> AbstractContextManager[None]:
-        return ops.invariant() if self.config.invariant else nullcontext()
 
     def _check_updatable(self) -> None:
         self.runner.check_updatable()

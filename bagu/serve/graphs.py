@@ -5,8 +5,8 @@ A graph has fixed shapes, so a step is padded to a bucket: the number of sequenc
 multiple of 32), the context to a power of two. If sequences have several tokens, the number of all tokens is a power of
 two, and additional sequences have the padding tokens. The buckets of such steps are larger: their sizes have many
 combinations, and a capture takes as long as many steps. Padding tokens are written to a block that is in no table. Rows
-are independent, so they do not change other rows. A graph is captured at the first step of its bucket, and all graphs
-share one memory pool.
+are independent, so they do not change other rows. A graph is captured by warm_up.py, or else at the first step of its
+bucket, and all graphs share one memory pool. A context has at least 256 positions: attention reads so few in one part.
 
 The inputs of a graph are views of one buffer, so a step fills them with one copy from the host. With a copy and a fill
 for each of them, the host of an H200 takes 0.48 ms for 32 decodes instead of 0.28.
@@ -22,8 +22,8 @@ from bagu.serve.inputs import Late, StepArrays
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import SHORT
 
-# The smallest buckets of a step with several tokens of a sequence.
-SEQUENCES, TOKENS, CONTEXT = 8, 8, 256
+CONTEXT = 256  # positions of the smallest bucket
+SEQUENCES, TOKENS = 8, 8  # of the smallest buckets of a step with several tokens of a sequence
 ALIGNMENT = 16  # bytes: Triton compiles another kernel for an address that is not a multiple
 
 
@@ -47,8 +47,7 @@ class Padding(NamedTuple):
 
     def bucket(self, step: StepArrays, longest: int) -> Bucket:
         """The bucket that a step fills with this padding. `longest`: the most positions that a sequence may have."""
-        least = 1 if step.max_len == 1 else CONTEXT
-        context = min(max(bucket(step.max_context, coarse=True), least), longest)
+        context = min(max(bucket(step.max_context, coarse=True), CONTEXT), longest)
         return Bucket(
             sequences=len(step.context_lens) + len(self.ends),
             tokens=len(step.ids) + self.tokens,
@@ -212,6 +211,26 @@ class GraphDecode:
             inputs.late(len(step.late)) if len(step.late) else None,
             None if step.sample_rows is None else inputs.sample_rows(len(step.sample_rows)),
         )
+
+    def capture_decodes(self, sequences: int, context: int) -> None:
+        """Capture the graph of this many decodes now, if it is not captured yet. Its sequences read and write the
+        block of padding."""
+        zeros, B = np.zeros(sequences, dtype=np.int64), self.kv.block_size
+        step = StepArrays(
+            ids=zeros,
+            positions=zeros,
+            slots=zeros + self.spare * B,
+            adapters=None,
+            cu_seqlens=np.arange(sequences + 1, dtype=np.int32),
+            context_lens=np.ones(sequences, dtype=np.int32),
+            tables=np.full((1, 1), self.spare, dtype=np.int32),
+            table_rows=zeros,
+            late=np.empty((0, 2), dtype=np.int64),
+            sample_rows=None,
+            max_len=1,
+            max_context=context,
+        )
+        self.load(step)
 
     def _inputs(self, size: Bucket) -> GraphInputs:
         return GraphInputs(size, self.kv.block_size, self.max_num_seqs, self.kv.tensors[0].device)

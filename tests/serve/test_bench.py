@@ -80,7 +80,7 @@ def test_arrivals_are_poisson() -> None:
 def test_throughput_counts_every_token_and_the_warm_up_does_not_count() -> None:
     engine = small_engine(small_model())
     work, warmup = (random_workload(6, Lengths(3, 9), Lengths(2, 7), tokens=97, seed=s) for s in (0, 1))
-    found = measure_throughput(engine, work, warmup)
+    found = measure_throughput(engine, [warmup, work])[-1]
     assert found.output_tokens == work.output_tokens
     assert engine.stats().generated_tokens == work.output_tokens + warmup.output_tokens
     assert found.facts["prefix_queries"] <= work.input_tokens
@@ -91,7 +91,8 @@ def test_throughput_counts_every_token_and_the_warm_up_does_not_count() -> None:
 def test_shared_prefixes_are_hit() -> None:
     engine = small_engine(small_model(), max_num_batched_tokens=27)  # the first step has room for one request
     work = random_workload(4, Lengths(3, 3), Lengths(1, 1), tokens=97, shared_prefix=24)
-    found = measure_throughput(engine, work, random_workload(1, Lengths(3, 3), Lengths(1, 1), tokens=97, seed=9))
+    first = random_workload(1, Lengths(3, 3), Lengths(1, 1), tokens=97, seed=9)
+    found = measure_throughput(engine, [first, work])[-1]
     assert found.facts["prefix_hits"] == 3 * 24  # all but the first find the six blocks
 
 

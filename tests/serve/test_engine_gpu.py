@@ -23,6 +23,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling
+from bagu.serve.warm_up import WarmUp
 from bagu.train.memory.flat import FlatParameters
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,19 @@ def test_greedy_text_equals_the_naive_loop(kind: str, way: str) -> None:
         assert [list(c.tokens) for c in it.generate(PROMPTS, GREEDY)] == want
         assert it.blocks.used_count == 0
         it.scheduler.queues.check_integrity()
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 20, "block_size": 8}, {"quantization": "int8"}])
+def test_traffic_after_the_warm_up_captures_no_graph_and_has_the_same_text(settings: dict[str, Any]) -> None:
+    it = engine("gqa", torch.float32, **settings)
+    want = [c.tokens for c in engine("gqa", torch.float32, **settings).generate(PROMPTS, GREEDY)]
+    warming = WarmUp(it)
+    warming.run(120.0)
+    assert not warming.left and it.stats().steps == 0 and it.stats().blocks_cached == 0
+    captured = set(it.runner.graphs.captured)  # type: ignore[union-attr]
+    assert [c.tokens for c in it.generate(PROMPTS, GREEDY)] == want
+    assert set(it.runner.graphs.captured) == captured  # type: ignore[union-attr]
+    assert it.blocks.used_count == 0
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha, tied"])

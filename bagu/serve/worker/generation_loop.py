@@ -28,6 +28,7 @@ from bagu.serve.worker.request_queue import Compiled, Messages, RequestQueue, ta
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.serve.engine import Engine
+    from bagu.serve.warm_up import WarmUp
 
 
 HOLD_S = 0.004  # how long a token may wait for the tokens of the next steps; a display refreshes every 0.016 s
@@ -63,8 +64,9 @@ class EventBuffer:
         self.events, self.sent = [], time.perf_counter()
 
 
-def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None) -> None:
-    """Send `Ready`; then handle messages, run steps and send their events, until `Stop`."""
+def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None, warming: WarmUp) -> None:
+    """Send `Ready`; then handle messages, run steps and send their events, until `Stop`. What `warming` has left runs
+    while there is no request."""
     assert engine.tokenizer is not None
     ready = Ready(
         tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
@@ -76,7 +78,7 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
     if engine.config.adapter_slots:
         print(f"bagu serve: {engine.adapters.room()}", file=sys.stderr, flush=True)
     send(pipe, ready)
-    loop = _Loop(pipe, messages, engine)
+    loop = _Loop(pipe, messages, engine, warming)
     try:
         loop.run()
     finally:
@@ -84,8 +86,8 @@ def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat:
 
 
 class _Loop:
-    def __init__(self, pipe: Connection, messages: Messages, engine: Engine) -> None:
-        self.pipe, self.messages, self.engine = pipe, messages, engine
+    def __init__(self, pipe: Connection, messages: Messages, engine: Engine, warming: WarmUp) -> None:
+        self.pipe, self.messages, self.engine, self.warming = pipe, messages, engine, warming
         self.waiting: dict[str, float] = {}  # arrival times of requests without a token
         self.requests = RequestQueue(pipe, messages, engine, self.waiting)
         self.adapters = AdapterLoader(pipe, messages, engine)
@@ -94,7 +96,7 @@ class _Loop:
     def run(self) -> None:
         engine = self.engine
         while True:
-            received = take_messages(self.messages, wait=not engine.has_work)
+            received = take_messages(self.messages, wait=not (engine.has_work or self.warming.left))
             if received:
                 self.buffer.flush()
             for arrival, message in received:
@@ -104,6 +106,8 @@ class _Loop:
             if not engine.has_work:
                 engine.check_ranks()
                 send_step(self.pipe, StepEvents([]))
+                if self.warming.left:
+                    self.warming.next()
                 continue
             events = engine.step()
             first_tokens = _first_tokens(events, self.waiting) if self.waiting else ()

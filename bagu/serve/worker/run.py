@@ -38,9 +38,9 @@ Prepare = Callable[[], Callable[[], None]]  # loads and warms up; returns the fu
 WARM_UP_TOKENS = 8  # of each warm-up prompt
 
 
-def warm_up(engine: Engine, prompts: Sequence[str] = ()) -> None:
-    """Run one short request, so that the first client does not wait for kernels and buffers to be initialized, and
-    then the prompts of the configuration. Raises ArgumentError if one of them cannot run or has no probabilities."""
+def run_prompts(engine: Engine, prompts: Sequence[str] = ()) -> None:
+    """Run one short request, so that the first client does not wait for buffers to be initialized, and then the
+    prompts of the configuration. Raises ArgumentError if one of them cannot run or has no probabilities."""
     assert engine.tokenizer is not None
     sampling = Sampling(max_tokens=2, temperature=0.5, ignore_eos=True)
     engine.submit(Request(id="warm-up", prompt=(0,), sampling=sampling))
@@ -104,16 +104,19 @@ def _prepare(
         return partial(serve_encoder, pipe, messages, model, tokenizer, chat, config)
     from bagu.serve.engine import Engine
     from bagu.serve.speculation.draft_model import DraftSource
+    from bagu.serve.warm_up import WarmUp
 
     draft = None if load_draft is None else DraftSource(*load_draft()[:2])
     engine = Engine(model, tokenizer, config, draft=draft)
     engine.release_source()
     del model  # the engine has a part of it with tp > 1, and quantized weights with quantization
     send(pipe, Warming())
-    warm_up(engine, config.warmup_prompts)
+    warming = WarmUp(engine)
+    warming.run(config.warm_up)
+    run_prompts(engine, config.warmup_prompts)
 
     def serve() -> None:
-        serve_generation(pipe, messages, engine, chat)
+        serve_generation(pipe, messages, engine, chat, warming)
         engine.close()
 
     return serve
