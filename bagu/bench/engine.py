@@ -158,8 +158,8 @@ def _bagu(model: Transformer, config: EngineConfig, case: Case, turn: int) -> It
         WarmUp(engine).run(config.warm_up)
         facts = {"warm_up_s": time.perf_counter() - began}
         works = [case.workload(model.config.vocab_size, turn * case.passes + number) for number in range(case.passes)]
-        for number, measured in enumerate(measure_throughput(engine, works), 1):
-            yield f"bagu, pass {number}", None, replace(measured, facts=measured.facts | facts)
+        for number, one in enumerate(measure_throughput(engine, works), 1):
+            yield f"bagu, pass {number}", None, replace(one, facts=one.facts | facts)
 
 
 def random_adapter(model: Transformer, rank: int, seed: int) -> Adapter:
