@@ -10,6 +10,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.process.answer import Answer, Refusal, Row
 from bagu.process.backtest import backtest
 from bagu.process.experiments import experiments
+from bagu.process.files import read_table
 from bagu.process.guess import guess
 from bagu.process.health import examine
 from bagu.process.limits import limit_name
@@ -19,7 +20,7 @@ from bagu.process.recommend import check_inputs, no_skill, recommend, whatif
 from bagu.process.report import score_notes, write_report
 from bagu.process.run import MODELS, Process, create, open_run
 from bagu.process.schema import Schema, read_schema, write_schema
-from bagu.process.table import Table, read_csv
+from bagu.process.table import Table
 from bagu.process.truth import context_row, shares
 from bagu.process.words import Lang, say
 from bagu.runs.record import append_rows
@@ -28,7 +29,7 @@ MARKS = {"error": "✗", "warning": "!", "note": "·"}
 
 
 def look_lines(data: Path, targets: Sequence[str], lang: str, *, write: bool) -> Iterator[str]:
-    table = read_csv(data)
+    table = read_table(data)
     path = data.with_suffix(".toml")
     known = path.exists() and not targets
     schema = read_schema(path) if known else guess(table, parse_targets(targets))
@@ -50,7 +51,7 @@ def fit_lines(
     """Fit DATA by its roles (DATA.toml, or guessed), changed by the options."""
     for name in models:
         UnknownName.check("model", name, MODELS)
-    table, path = read_csv(data), data.with_suffix(".toml")
+    table, path = read_table(data), data.with_suffix(".toml")
     schema = read_schema(path) if path.exists() else guess(table, parse_targets(targets))
     schema = with_options(schema, targets=targets, limits=limits, groups=groups, times=times)
     yield f"{data}: {table.rows:,} rows; roles {f'from {path}' if path.exists() else 'guessed'}"
@@ -101,7 +102,7 @@ def recommend_lines(
 ) -> Iterator[str]:  # fmt: skip
     made, words = open_run(run), language(lang)
     limits = {n: v for n, v in pairs(made, moves).items() if not isinstance(v, str)}
-    latest = None if recent is None else read_csv(recent)
+    latest = None if recent is None else read_table(recent)
     found = recommend(made, pairs(made, given), pairs(made, now), limits, recent=latest, probability=probability)
     append_rows(run / "answers.jsonl", [{"given": list(given), "now": list(now), "answer": plain(found)}])
     yield from answer_lines(made, found, words)

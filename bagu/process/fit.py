@@ -15,6 +15,7 @@ import numpy as np
 
 from bagu.errors import BaguError
 from bagu.process.encode import Encoder
+from bagu.process.health import MOST_FITTED, time_order
 from bagu.process.models import trees
 from bagu.process.models.gp import GP
 from bagu.process.models.mlp import Mlp
@@ -79,8 +80,11 @@ Save = Callable[[str, Fitted], None]
 
 
 def prepare(table: Table, schema: Schema, target: str) -> tuple[Table, np.ndarray]:
-    """The rows with a target, in an order that does not depend on the file: by target, then by the inputs."""
+    """The rows with a target, in an order that does not depend on the file: by target, then by the inputs. Of more than
+    MOST_FITTED rows, every n-th in time order."""
     kept = table.take(np.flatnonzero(np.isfinite(table[target].values)))
+    if kept.rows > MOST_FITTED:
+        kept = kept.take(time_order(kept, schema)[np.linspace(0, kept.rows - 1, MOST_FITTED).astype(int)])
     if kept.rows < FEWEST:
         raise BaguError(f"{target} has {kept.rows} rows with a value", hint=f"at least {FEWEST} are needed")
     y = kept[target].values

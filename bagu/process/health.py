@@ -13,6 +13,7 @@ from bagu.process.table import Column, Table
 from bagu.process.words import Lang, say
 
 Level = Literal["error", "warning", "note"]
+MOST_FITTED = 10_000  # rows that models are fitted on; distances between all pairs are needed
 LEAK, TOGETHER = 0.995, 0.98  # rank correlations
 CHANGES = (  # of a unit: after = factor * before + offset
     ("°C to °F", 1.8, 32.0), ("°F to °C", 1 / 1.8, -32 / 1.8), ("°C to K", 1.0, 273.15), ("K to °C", 1.0, -273.15),
@@ -55,6 +56,8 @@ def time_order(table: Table, schema: Schema) -> np.ndarray:
 
 
 def _whole(table: Table, schema: Schema) -> Iterator[Finding]:
+    if table.rows > MOST_FITTED:
+        yield Finding("many_rows", "note", {"n": table.rows, "most": MOST_FITTED})
     if table.rows < 30:
         yield Finding("few_rows", "error" if table.rows < 10 else "warning", {"n": table.rows})
     codes = np.column_stack([np.unique(c.values, return_inverse=True)[1] for c in table.columns])

@@ -26,13 +26,14 @@ from starlette.routing import Route
 
 from bagu.errors import BaguError
 from bagu.process.commands import plain, whole_row
+from bagu.process.files import parse_table
 from bagu.process.guess import guess
 from bagu.process.health import examine
 from bagu.process.recommend import check_inputs, no_skill, recommend, whatif
 from bagu.process.report import report, score_notes, write_report
 from bagu.process.run import Process, create, open_run
 from bagu.process.schema import Schema, schema_of
-from bagu.process.table import Table, parse_csv
+from bagu.process.table import Table
 from bagu.process.words import Lang
 from bagu.runs.files import complete_rows
 from bagu.runs.record import append_rows
@@ -117,7 +118,7 @@ class ProcessApi:
         if not isinstance(probability, int | float) or not 0.5 <= probability < 1:
             raise ApiError(400, "probability is not a number from 0.5 to 1", param="probability")
         widths = {n: float(v) for n, v in moves.items()}
-        recent = await asyncio.to_thread(parse_csv, _bytes(body, "recent"), "recent") if body.get("recent") else None
+        recent = await asyncio.to_thread(parse_table, _bytes(body, "recent"), "recent") if body.get("recent") else None
         found = await asyncio.to_thread(
             recommend, self.process, given, now, widths, recent=recent, probability=probability
         )
@@ -126,7 +127,7 @@ class ProcessApi:
         return json_response(answer)
 
     async def look(self, request: Request) -> Response:
-        """{"data": base64 of a CSV file, "schema": optional}: roles and findings."""
+        """{"data": base64 of a CSV or Parquet file, "schema": optional}: roles and findings."""
         table, schema, _ = await self._upload(request)
         return json_response({"rows": table.rows, "schema": _schema(schema), "findings": _findings(table, schema)})
 
@@ -150,7 +151,7 @@ class ProcessApi:
     async def _upload(self, request: Request) -> tuple[Table, Schema, bytes]:
         body = await self._body(request)
         data = _bytes(body, "data")
-        table = await asyncio.to_thread(parse_csv, data, "the file")
+        table = await asyncio.to_thread(parse_table, data, "the file")
         return table, schema_of(body["schema"], "schema") if body.get("schema") else guess(table), data
 
 

@@ -1,6 +1,6 @@
 """A fitted process in a folder: the rows, the roles, the models, and what was judged of them.
 
-    data.csv     the rows, as given                 schema.toml   the roles
+    data.csv     the rows, as given (or .parquet)   schema.toml   the roles
     process.json what was asked, and what is done   models/       a safetensors file per target and model
     report.html  the report (and report.zh.html)    answers.jsonl the recommendations that were given
 
@@ -24,12 +24,13 @@ from bagu.config.files import write_atomic
 from bagu.errors import BaguError
 from bagu.process.domain import Domain
 from bagu.process.encode import Encoder
+from bagu.process.files import data_file, parse_table, read_table
 from bagu.process.fit import KINDS, Fitted, TargetFit, fit_target, prepare
 from bagu.process.health import moved_together
 from bagu.process.limits import Limit, parse_limits
 from bagu.process.models.gp import GP, spread_rows
 from bagu.process.schema import Schema, read_schema, write_schema
-from bagu.process.table import Table, parse_csv
+from bagu.process.table import Table
 from bagu.runs.lock import Lock
 
 MODELS = ("trees", "mlp")  # besides mean, ridge and gp, which every fit has
@@ -159,13 +160,13 @@ def create(data: bytes, schema: Schema, out: Path, *, models: Sequence[str] = MO
             raise BaguError(f"{out} holds a run of other data or roles", hint="give another folder with --out")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BaguError(f"{out} is not an empty folder", hint="give a new folder with --out")
-    table = parse_csv(data, "the data")
+    table = parse_table(data, "the data")
     store = Store(out)
     out.mkdir(parents=True, exist_ok=True)
     store.lock.take()
     try:
         (out / "models").mkdir(exist_ok=True)
-        (out / "data.csv").write_bytes(data)
+        (out / data_file(data)).write_bytes(data)
         write_schema(schema, out / "schema.toml")
         write_atomic(out / "process.json", json.dumps({"asked": asked, "done": False}, indent=1) + "\n")
         made = fit_process(table, schema, models=models, minutes=minutes, store=store)
@@ -182,7 +183,8 @@ def open_run(path: Path) -> Process:
     state = json.loads((path / "process.json").read_text(encoding="utf-8"))
     if not state["done"]:
         raise BaguError(f"the fit of {path} was not finished", hint="run the same `bagu process fit` again")
-    table = parse_csv((path / "data.csv").read_bytes(), str(path / "data.csv"))
+    data = path / "data.csv" if (path / "data.csv").exists() else path / "data.parquet"
+    table = read_table(data)
     return fit_process(
         table, read_schema(path / "schema.toml"), models=state["members"], minutes=0.0, store=Store(path)
     )

@@ -11,8 +11,8 @@ import csv
 import io
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,6 @@ from bagu.errors import BaguError
 from bagu.process.cells import MISSING, number_columns, times
 
 Kind = Literal["number", "category", "time"]
-MAX_BYTES = 2**30  # of a file; reading takes about ten times as much memory
 SEPARATORS = ",;\t|"
 HEADER_UNIT = re.compile(r"^(.*?)\s*[\[(（]\s*([^\[\]()（）]{1,16})\s*[\])）]\s*$")
 UNIT_CELL = re.compile(r"^[\[(]?\s*(°?[A-Za-zµμ%Ω‰°][A-Za-zµμ%Ω‰°0-9/^.·*²³ -]{0,11})\s*[\])]?$")
@@ -62,16 +61,6 @@ class Table:
         return replace(self, columns=tuple(replace(c, values=c.values[rows]) for c in self.columns))
 
 
-def read_csv(path: Path) -> Table:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise BaguError(f"{path} has more than {MAX_BYTES >> 20} MiB", hint="give a part of the rows")
-        data = path.read_bytes()
-    except (FileNotFoundError, IsADirectoryError):
-        raise BaguError(f"{path} is not a file", hint="give the path of a CSV file") from None
-    return parse_csv(data, str(path))
-
-
 def parse_csv(data: bytes, name: str = "the file") -> Table:
     """Read the bytes of a CSV file; `name` is for messages."""
     text, notes = _decoded(data, name)
@@ -102,7 +91,7 @@ def parse_csv(data: bytes, name: str = "the file") -> Table:
     padded = [row[:width] + [""] * (width - len(row)) for row in body]
     columns = []
     for j, cells in enumerate(zip(*padded, strict=True)):
-        column, note = _column(header[j], units[j], [cell.strip() for cell in cells], decimal_comma=separator != ",")
+        column, note = column_of(header[j], units[j], [cell.strip() for cell in cells], decimal_comma=separator != ",")
         columns.append(column)
         notes += [note] if note else []
     return Table(columns=tuple(columns), notes=tuple(notes))
@@ -142,13 +131,10 @@ def _separator(lines: list[str]) -> str:
     return best
 
 
-def _header(rows: list[list[str]], notes: list[str]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Names, units and the other rows. A second line that has only units is read as such."""
-    first = [cell.strip() for cell in rows[0]]
-    while first and not first[-1] and all(len(row) < len(first) or not row[len(first) - 1].strip() for row in rows[1:]):
-        first.pop()
+def header_names(cells: Sequence[str], notes: list[str]) -> tuple[list[str], list[str]]:
+    """Names, each once, and units of the cells of a header."""
     names, units, seen = [], [], Counter[str]()
-    for j, cell in enumerate(first):
+    for j, cell in enumerate(cells):
         match = HEADER_UNIT.match(cell)
         name, unit = (match[1].strip(), match[2].strip()) if match and match[1].strip() else (cell, "")
         name = name or f"column_{j + 1}"
@@ -158,6 +144,15 @@ def _header(rows: list[list[str]], notes: list[str]) -> tuple[list[str], list[st
             name = f"{name}.{seen[name]}"
         names.append(name)
         units.append(unit)
+    return names, units
+
+
+def _header(rows: list[list[str]], notes: list[str]) -> tuple[list[str], list[str], list[list[str]]]:
+    """Names, units and the other rows. A second line that has only units is read as such."""
+    first = [cell.strip() for cell in rows[0]]
+    while first and not first[-1] and all(len(row) < len(first) or not row[len(first) - 1].strip() for row in rows[1:]):
+        first.pop()
+    names, units = header_names(first, notes)
     body = rows[1:]
     if len(body) > 1:
         second, third = [c.strip() for c in body[0]], [c.strip() for c in body[1]]
@@ -169,7 +164,7 @@ def _header(rows: list[list[str]], notes: list[str]) -> tuple[list[str], list[st
     return names, units, body
 
 
-def _column(name: str, unit: str, cells: list[str], *, decimal_comma: bool) -> tuple[Column, str]:
+def column_of(name: str, unit: str, cells: list[str], *, decimal_comma: bool) -> tuple[Column, str]:
     numbers = number_columns(cells, decimal_comma=decimal_comma)
     filled = sum(cell.casefold() not in MISSING for cell in cells)
     good = int(np.isfinite(numbers.values).sum())

@@ -8,6 +8,10 @@ Lang = Literal["en", "zh"]
 WORDS: dict[str, tuple[str, str]] = {
     # findings of the health report
     "few_rows": ("{n} rows: too few to trust a model (30 or more are needed)", "只有 {n} 行：太少，模型不可信（至少需要 30 行）"),
+    "many_rows": (
+        "{n:,} rows: models are fitted on {most:,} of them, evenly over time",
+        "{n:,} 行：模型在其中按时间均匀取出的 {most:,} 行上拟合",
+    ),
     "note": ("{text}", "{text}"),
     "missing": ("{column}: {share:.0%} of the rows have no value", "{column}：{share:.0%} 的行没有数值"),
     "missing_with_target": (

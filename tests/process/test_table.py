@@ -1,9 +1,13 @@
 """Files as machines and spreadsheets write them: each is read, or refused in one sentence."""
 
+import datetime
+import io
+
 import numpy as np
 import pytest
 
 from bagu.errors import BaguError
+from bagu.process.files import parse_table
 from bagu.process.guess import guess
 from bagu.process.schema import Schema, read_schema, schema_text, write_schema
 from bagu.process.table import parse_csv
@@ -33,6 +37,29 @@ def test_the_same_numbers_are_read(data: bytes) -> None:
     assert [c.kind for c in table.columns] == ["number"] * 3
     np.testing.assert_array_equal(table["temp"].values, [180, 182, 184])
     np.testing.assert_array_equal(table["yield"].values, [91.2, 92.0, 90.1])
+
+
+def test_parquet_is_read_as_the_same_table_and_a_bad_one_refused() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    stamps = [datetime.datetime(2025, 3, 1), None, datetime.datetime(2025, 3, 2)]
+    made = pyarrow.table({
+        "temp [°C]": [180, 182, 184], "yield": [91.2, None, float("inf")], "when": stamps,
+        "tool": pyarrow.array(["a", "b", None]).dictionary_encode(), "wave": [[1.0], [2.0], [3.0]],
+    })  # fmt: skip
+    out = io.BytesIO()
+    parquet.write_table(made, out)
+    table = parse_table(out.getvalue())
+    assert [(c.name, c.kind) for c in table.columns] == [
+        ("temp", "number"), ("yield", "number"), ("when", "time"), ("tool", "category")
+    ]  # fmt: skip
+    assert table["temp"].unit == "°C" and any("wave holds list" in note for note in table.notes)
+    np.testing.assert_array_equal(table["yield"].values, [91.2, np.nan, np.nan])
+    assert table["when"].values[2] - table["when"].values[0] == 86400 and np.isnan(table["when"].values[1])
+    assert list(table["tool"].values) == ["a", "b", ""]
+    with pytest.raises(BaguError, match=r"^cannot read x\.parquet as Parquet"):
+        parse_table(out.getvalue()[:200], "x.parquet")
 
 
 def test_thousands_missing_words_and_text_among_numbers() -> None:

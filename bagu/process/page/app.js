@@ -59,7 +59,7 @@ function drawSettings() {
       el("button", { type: "button", class: "main", id: "ask", on: { click: ask } }, t("recommend")),
       el("label", {}, now, " ", t("from_now"))),
     el("p", { class: "soft" }, el("label", {}, t("recent"), " ",
-      el("input", { type: "file", accept: ".csv,text/csv", id: "recent", on: { change: async (e) => { recent = await base64(e.target.files[0]); } } }))),
+      el("input", { type: "file", accept: ".csv,.parquet,text/csv", id: "recent", on: { change: async (e) => { recent = await base64(e.target.files[0]); } } }))),
   );
 }
 
@@ -163,7 +163,7 @@ function drawRoles() {
   ]);
   const limits = el("input", { type: "text", class: "limits", "aria-label": t("limits"), value: schema.limits.join("; "),
     on: { change: (e) => { schema.limits = e.target.value.split(";").map((x) => x.trim()).filter(Boolean); } } });
-  const file = el("input", { type: "file", accept: ".csv,text/csv", "aria-label": t("upload"), on: { change: read } });
+  const file = el("input", { type: "file", accept: ".csv,.parquet,text/csv", "aria-label": t("upload"), on: { change: read } });
   const fit = el("button", { type: "button", class: "main", disabled: !upload, on: { click: fitUpload } }, t("fit"));
   fill("roles", el("h2", {}, t("roles")), el("p", {}, t("upload"), " ", file), el("p", { id: "roles-state", class: "soft" }),
     el("div", { class: "scroll" }, grid([t("column"), t("role"), t("goal"), t("low"), t("high"), t("step")], rows)),

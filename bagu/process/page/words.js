@@ -35,7 +35,7 @@ const WORDS = {
   split_random: ["R² random rows", "R² 随机行"],
   report: ["Report", "报告"],
   roles: ["Roles, and a new table", "列的角色与新数据"],
-  upload: ["CSV file", "CSV 文件"],
+  upload: ["CSV or Parquet file", "CSV 或 Parquet 文件"],
   fit: ["Fit with these roles", "按这些角色拟合"],
   fitting: ["Fitting; this takes up to two minutes…", "正在拟合，最多两分钟……"],
   reading: ["Reading {name}…", "正在读取 {name}……"],
