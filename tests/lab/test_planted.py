@@ -34,6 +34,7 @@ from tests.lab import (
     test_planner_labs,
     test_ppo_grpo,
     test_prenorm_postnorm,
+    test_process_labs,
     test_quantization_error,
     test_quantization_quality,
     test_queueing_labs,
@@ -51,6 +52,7 @@ UNBLOCKED = {way: 3 - power for way, power in BLOCKED.items()}
 FALLING, FLAT = (4.0, 2.0, 1.0), (1.0, 1.0, 1.0)
 RISING = [4.0, 3.0, 2.0, 1.0]
 
+pro = test_process_labs
 ab, dec, ker, par, ser = test_ab_noise, test_decoding_labs, test_kernel_labs, test_parallel_labs, test_serving_labs
 mix, opt, que, ver = test_mixing_forgetting, test_optimizers_lab, test_queueing_labs, test_lab_verdicts
 hack, cont, norm = test_reward_hacking.ends, test_contamination_lab.contamination_row, test_normalization_lab.rank_row
@@ -99,6 +101,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
             [ver.norm_row(64, "counted", 0.5), ver.norm_row(64, "masked", 0.2)],
             [ver.norm_row(64, "counted", 0.5), ver.norm_row(64, "masked", 0.2, change=0.1)],
         ),
+        "best_row": ([pro.luck_row(0.1)], [pro.luck_row(40.0)]),
         "constrained_decoding": (
             test_constrained_decoding_lab.rows_of(0.001),
             test_constrained_decoding_lab.rows_of(0.5),
@@ -126,6 +129,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
         ),
         "flash_attention": (ser.flash_rows(BLOCKED, 0.5), ser.flash_rows(UNBLOCKED, 1.5)),
         "flop_rules": (test_flop_rules.rows(1, -1, -5), test_flop_rules.rows(40, -20, -50)),
+        "forward_split": ([pro.split_row(0.8, 0.8)], [pro.split_row(0.8, 0.1)]),
         "fusion": (ver.fusion_rows(1 << 20, faster=2.4), ver.fusion_rows(64 << 20, faster=1.1)),
         "gradient_accumulation": (par.accumulation_rows(1e-15, 1e-15), par.accumulation_rows(0.3, 0.2)),
         "implicit_gemm": (
@@ -163,6 +167,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
             test_planner_labs.scaling((8.0, 9.0), (4.0, 3.0)),
             test_planner_labs.scaling((8.0, 7.0), (4.0, 3.0)),
         ),
+        "maximize_prediction": (pro.rule_rows(0.9, 0.0), pro.rule_rows(0.5, 0.3)),
         "memory_by_formula": ([bytes_ | {"planner_bytes": 105}], [bytes_ | {"planner_bytes": 200}]),
         "mixing_forgetting": (
             mix.rows({(100.0, 0): 1.0, (100.0, 5): 0.05, (100.0, 10): 0.02, (100.0, 100): -0.1}),
@@ -215,6 +220,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
             [test_quantization_quality.row(*r) for r in (("fp32", 32, 1.5), ("int8", 8, 1.501), ("int4", 4, 1.55))],
             [test_quantization_quality.row(*r) for r in (("fp32", 32, 1.5), ("int8", 8, 1.6), ("int4", 4, 1.55))],
         ),
+        "quantile_signs": (pro.fall_rows(0.0), pro.fall_rows(5.0)),
         "queueing": (que.load_rows({1: 9.0, 16: 3.0}, 2.2), que.load_rows({1: 1.0, 16: 1.0}, 4.0)),
         "recomputation": (par.recompute_rows([1.3, 1.4]), par.recompute_rows([1.0, 2.0])),
         "reward_hacking": (
@@ -236,6 +242,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
             test_tensor_parallel_lab.rows((20, 3, 2), (40, 5, 2)),
             test_tensor_parallel_lab.rows((20, 1, 2), (40, 2, 2)),
         ),
+        "trees_or_gp": ([pro.error_row(200, 0.5, 1.0)], [pro.error_row(200, 2.0, 1.0)]),
         "what_limits": (test_planner_labs.shares(40), test_planner_labs.shares(80)),
         "zero_stages": (par.zero_rows((100, 150), (100, 155)), par.zero_rows((100, 100), (100, 300))),
     }

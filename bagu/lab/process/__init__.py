@@ -1,0 +1,1 @@
+"""Labs about process data: luck, recommendations, splits, signs, models. Plants whose truth is known decide."""
