@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bagu.retrieve.store import Passage
+from bagu.retrieve.prompt import Shown
 from bagu.retrieve.words import terms
 
 CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.S)
@@ -28,7 +28,7 @@ class Citation:
     start: int
     end: int
     number: int
-    passage: Passage | None
+    passage: Shown | None
     why: str = ""
 
     @property
@@ -36,7 +36,7 @@ class Citation:
         return not self.why
 
 
-def citations(answer: str, passages: Mapping[int, Passage]) -> list[Citation]:
+def citations(answer: str, passages: Mapping[int, Shown]) -> list[Citation]:
     """The citations of an answer, in its order; `passages` by the numbers that the model was shown."""
     hidden = CODE.sub(lambda code: "`" * len(code[0]), answer)  # the same length, so that offsets stay
     found = []

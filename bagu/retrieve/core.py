@@ -8,12 +8,11 @@ import numpy as np
 
 from bagu.errors import BaguError
 from bagu.retrieve import postings, vectors
-from bagu.retrieve.fuse import fuse
+from bagu.retrieve.fuse import WEIGHTS, fuse
 from bagu.retrieve.store import Passage, Store
 from bagu.retrieve.words import terms
 
 DEPTH = 100  # passages of each ranking that are joined
-WEIGHTS = {"words": 1.0, "vectors": 1.0}
 
 
 class Embedder(Protocol):

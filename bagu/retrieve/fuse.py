@@ -7,6 +7,7 @@ passage that is first everywhere has 1.
 from collections.abc import Mapping, Sequence
 
 CONSTANT = 60  # the paper's
+WEIGHTS: Mapping[str, float] = {"words": 1.0, "vectors": 1.0}
 
 
 def fuse(rankings: Mapping[str, Sequence[int]], weights: Mapping[str, float]) -> list[tuple[int, float]]:

@@ -187,6 +187,8 @@ if __name__ == "__main__":
     parser.add_argument("--speculative")
     parser.add_argument("--log-format", default="text")
     parser.add_argument("--otlp-endpoint")
+    parser.add_argument("--index", action="append", default=[])
+    parser.add_argument("--files", type=Path)
     given = parser.parse_args()
     server.main(
         MODEL,
@@ -205,5 +207,6 @@ if __name__ == "__main__":
             max_queue=given.max_queue, allowed_origins=tuple(given.allowed_origins),
             stall_timeout=given.stall_timeout, shutdown_timeout=given.shutdown_timeout,
             request_timeout=given.request_timeout, log_format=given.log_format, otlp_endpoint=given.otlp_endpoint,
+            index=tuple(given.index), files=given.files,
         ),
     )  # fmt: skip

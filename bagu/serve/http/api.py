@@ -9,6 +9,7 @@ import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,8 +20,8 @@ from starlette.types import Scope
 
 import bagu
 from bagu.serve.http.adapter_routes import AdapterRoutes
-from bagu.serve.http.bodies.chat import ChatBody
-from bagu.serve.http.bodies.openai import CompletionBody, EmbeddingBody, Job
+from bagu.serve.http.bodies.chat import ChatBody, ChatWithPassages
+from bagu.serve.http.bodies.openai import CompletionBody, EmbeddingBody
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
 from bagu.serve.http.calls import ApiMiddleware, cancel_on_disconnect, error_response, json_response
@@ -29,15 +30,15 @@ from bagu.serve.http.instances import Caller
 from bagu.serve.http.keys import Access, Keys
 from bagu.serve.http.observe.metrics import CONTENT_TYPE, KEPT, Metrics
 from bagu.serve.http.openapi import reference
-from bagu.serve.http.openapi.document import OPERATIONS, Operation, describe
+from bagu.serve.http.openapi.document import OPERATIONS, describe
+from bagu.serve.http.openapi.operation import Operation
 from bagu.serve.http.parsed_response import chat_response
-from bagu.serve.http.responses import CompletionResponse, GenerationResponse
+from bagu.serve.http.responses import CompletionResponse
 from bagu.serve.http.responses_api.routes import ResponsesRoutes
 from bagu.serve.http.routes import LARGE_BODY, key_of, user_of
 from bagu.serve.http.score_routes import ScoreRoutes
 from bagu.serve.page import HEADERS, Asset, assets
 from bagu.serve.stats import EngineStats
-from bagu.serve.wire.messages import Ready
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -57,21 +58,23 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
     operations: Sequence[Operation] = OPERATIONS
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self.generate(request, ChatBody, chat_response)
-
-    async def completions(self, request: Request) -> Response:
-        return await self.generate(request, CompletionBody, CompletionResponse)
-
-    async def generate(
-        self,
-        request: Request,
-        body_type: type[ChatBody] | type[CompletionBody],
-        respond: Callable[[Job, Ready, str], GenerationResponse],
-    ) -> Response:
         self.catalog.check_ready()
         raw = await self.read(request)
-        body = parse(body_type, raw)
-        return await self.run_generation(request, body, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
+        body = parse(ChatBody, raw)
+        turn = None
+        if body.file_search is not None:
+            question, earlier = body.question()
+            turn = await self.find_turn(request, body.file_search, question, earlier, "file_search.")
+        given = body if turn is None else ChatWithPassages(body, turn)
+        respond = partial(chat_response, turn=turn)
+        return await self.run_generation(request, given, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
+
+    async def completions(self, request: Request) -> Response:
+        self.catalog.check_ready()
+        raw = await self.read(request)
+        body = parse(CompletionBody, raw)
+        large = len(raw) > LARGE_BODY
+        return await self.run_generation(request, body, CompletionResponse, large=large, user=user_of(body))
 
     async def embeddings(self, request: Request) -> Response:
         self.catalog.check_ready()
@@ -183,6 +186,7 @@ def make_app(api: Api) -> ApiMiddleware:
         api.catalog.start()
         yield
         await api.catalog.stop()
+        api.close_library()
 
     app = FastAPI(
         title="bagu", version=bagu.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None

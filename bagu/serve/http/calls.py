@@ -210,7 +210,7 @@ async def read_json(request: Request, timeout: float) -> bytes:
     return await read_body(request, timeout)
 
 
-async def read_body(request: Request, timeout: float) -> bytes:
+async def read_body(request: Request, timeout: float, most: int = MAX_BODY) -> bytes:
     """The body. Raises 408 if it takes more than `timeout` seconds plus one second per MIN_RATE bytes, and 413 if it is
     too large. Excess bytes are read and dropped, since many clients send the whole body before they read."""
     parts, size = [], 0
@@ -220,17 +220,17 @@ async def read_body(request: Request, timeout: float) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 limit.reschedule(due + size / MIN_RATE)
-                if size <= MAX_BODY:
+                if size <= most:
                     parts.append(part)
-                elif size > 8 * MAX_BODY:
+                elif size > 8 * most:
                     break
     except ClientDisconnect as error:
         raise ApiError(499, "the client disconnected while it sent the body") from error
     except TimeoutError as error:
         found = f"the body was not complete after {timeout:g} s and {size} bytes"
         raise ApiError(408, found, headers={"connection": "close"}) from error
-    if size > MAX_BODY:
-        raise ApiError(413, f"the body has more than {MAX_BODY} bytes", headers={"connection": "close"})
+    if size > most:
+        raise ApiError(413, f"the body has more than {most} bytes", headers={"connection": "close"})
     return b"".join(parts)
 
 

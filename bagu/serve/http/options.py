@@ -37,6 +37,13 @@ class ServerOptions:
     max_queue: Annotated[
         int, Option("Maximum waiting sequences (encoder: calls); more get 429.", flags=("--max-num-queued-reqs",))
     ] = 256
+    index: Annotated[
+        tuple[str, ...],
+        Option("An index of `bagu index` that every client may search; repeatable.", metavar="NAME=FILE"),
+    ] = ()
+    files: Annotated[
+        Path | None, Option("Keep uploaded files and vector stores here. Default: until the server stops.")
+    ] = None
     shutdown_timeout: Annotated[float, Option("Seconds to let running requests finish on shutdown.")] = 30.0
     log_level: Annotated[str, Option("debug, info, warning or error.")] = "warning"
     log_format: Annotated[str, Option("text, or json: one line per request on stderr.")] = "text"
@@ -56,6 +63,19 @@ class ServerOptions:
             raise ArgumentError(f"a request timeout of {self.request_timeout} s", hint="it is a finite number above 0")
         UnknownName.check("log level", self.log_level, LOG_LEVELS)
         UnknownName.check("log format", self.log_format, LOG_FORMATS)
+
+    @property
+    def indexes(self) -> dict[str, Path]:
+        """`index` by name; a value without a name has that of its file."""
+        found: dict[str, Path] = {}
+        for value in self.index:
+            name, equal, path = value.partition("=")
+            if not equal:
+                name, path = Path(value).stem, value
+            if not name or not path or name in found:
+                raise ArgumentError(f"--index {value}", hint="NAME=FILE, each name once")
+            found[name] = Path(path)
+        return found
 
     @property
     def origins(self) -> tuple[str, ...]:

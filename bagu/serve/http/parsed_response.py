@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bagu.serve.http.bodies.openai import Job
+from bagu.serve.http.files_api.turn import Turn
 from bagu.serve.http.responses import ChatResponse, Choice, GenerationResponse, to_json
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import CallDelta, Content, Delta, Reasoning
@@ -66,10 +67,10 @@ class ParsedMessage:
 class ParsedChatResponse(ChatResponse):
     """A chat response whose messages have a format."""
 
-    def __init__(self, job: Job, ready: Ready, model: str) -> None:
+    def __init__(self, job: Job, ready: Ready, model: str, turn: Turn | None = None) -> None:
         super().__init__(job, ready, model)
         assert job.format is not None
-        self.format = job.format
+        self.format, self.turn = job.format, turn
         self.messages = {choice.index: ParsedMessage(job.format) for choice in self.choices.values()}
 
     def add(self, events: Iterable[Event]) -> None:
@@ -98,7 +99,7 @@ class ParsedChatResponse(ChatResponse):
         head = choice.head.removesuffix(self.before)
         found = []
         for delta in [*deltas, None] if choice.finish is not None else deltas:
-            fields = {"content": ""} if delta is None else self._fields(choice, delta)
+            fields = {"content": "", **self._read_fields(choice)} if delta is None else self._fields(choice, delta)
             logprobs, choice.scored = self.logprobs(choice) if choice.scored else None, []
             ends = f',"stop_reason":{to_json(choice.stop_reason)}' if delta is None else ""
             finish = to_json(choice.finish if delta is None else None)
@@ -114,6 +115,13 @@ class ParsedChatResponse(ChatResponse):
         if isinstance(delta, Reasoning):
             return {"reasoning_content": delta.text}
         return {"tool_calls": [self._call_fields(choice, delta)]}
+
+    def _read_fields(self, choice: Choice) -> dict[str, Any]:
+        """The sources that were sent with the question, and the citations of them."""
+        if self.turn is None:
+            return {}
+        text = self.messages[choice.index].text or ""
+        return {"sources": self.turn.source_bodies(), "annotations": self.turn.url_citations(text)}
 
     def _call_fields(self, choice: Choice, delta: CallDelta) -> dict[str, Any]:
         if delta.name is None:
@@ -136,9 +144,12 @@ class ParsedChatResponse(ChatResponse):
             message["reasoning_content"] = "".join(found.reasoning) or None
         if found.calls:
             message["tool_calls"] = [call.body() for call in found.calls]
+        message |= self._read_fields(choice)
         return {"index": choice.index, "message": message, **self._common_fields(choice)}
 
 
-def chat_response(job: Job, ready: Ready, model: str) -> GenerationResponse:
+def chat_response(job: Job, ready: Ready, model: str, turn: Turn | None = None) -> GenerationResponse:
     """The response to a chat: text as it is, or parsed."""
-    return (ChatResponse if job.format is None else ParsedChatResponse)(job, ready, model)
+    if job.format is None and turn is None:
+        return ChatResponse(job, ready, model)
+    return ParsedChatResponse(job._replace(format=job.format or MessageFormat()), ready, model, turn)

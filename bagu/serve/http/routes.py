@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from fastapi import Request
@@ -32,6 +33,8 @@ class ApiConfig:
     open_metrics: bool = False  # /metrics and /engine need no key
     created: int = 0  # Unix time, reported by /v1/models
     observers: tuple[Observer, ...] = ()  # called with the record of every request that has ended
+    files: Path | None = None  # folder of the uploaded files; None: a temporary one
+    indexes: Mapping[str, Path] = field(default_factory=dict)  # by name; every key may search them
     request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
 
 

@@ -81,11 +81,15 @@ class Server:
         config = parts.ApiConfig(
             keys=_keys(options), open_metrics=options.open_metrics,
             allowed_origins=options.origins, created=int(time.time()),
-            request_timeout=options.request_timeout, observers=tuple(observers),
+            request_timeout=options.request_timeout, observers=tuple(observers), files=options.files,
+            indexes=options.indexes,
         )  # fmt: skip
         self._listener = listen(options.host, options.port)
+        routes = api(models, metrics, config)
+        if options.index or options.files:
+            _ = routes.library  # a wrong index is reported before a model is loaded
         settings = parts.uvicorn.Config(
-            parts.make_app(api(models, metrics, config)), http=parts.connection_class(options.request_timeout),
+            parts.make_app(routes), http=parts.connection_class(options.request_timeout),
             log_level=options.log_level, access_log=False, server_header=False, ws="none", lifespan="on",
             proxy_headers=False, timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + GRACE_S,
             **({"log_config": parts.log_config()} if as_json else {}),

@@ -1,5 +1,6 @@
 // One streamed answer: its text, its tokens, and its speed.
 
+import { addSources } from "./documents.js";
 import { messageParts } from "./think.js";
 import { readToken } from "./tokens.js";
 import { addCalls } from "./toolcalls.js";
@@ -39,6 +40,7 @@ function add(message, chunk, clock) {
   message.content += text;
   if (thought) message.reasoning = (message.reasoning ?? "") + thought;
   addCalls(message, calls);
+  addSources(message, choice?.delta ?? {});
   message._tokens.push(...tokens.map((token, at) => readToken(token, at === tokens.length - 1 ? thought + text : "")));
   message.finish = choice?.finish_reason ?? message.finish;
   message.tokens = chunk.usage?.completion_tokens ?? clock.count;

@@ -1,5 +1,6 @@
 // The body of an answer: thoughts folded, Markdown or JSON or tokens, tool calls folded, and whether JSON is valid.
 
+import { sourcesElement } from "./documents.js";
 import { el } from "./dom.js";
 import { jsonError } from "./formats.js";
 import { render } from "./markdown.js";
@@ -29,6 +30,7 @@ export function fillAnswer(body, message, look) {
   if (text === "tokens") renderTokens(root.firstChild, message._tokens);
   if (text === "empty") root.replaceChildren(message._streaming && !calls ? waiting() : "");
   if (calls) renderCalls(body.children[1], message);
+  if (message.sources && !message._streaming && !message.error) body.append(sourcesElement(message));
   if (message.json && !message._streaming && message.content && !message.error) body.append(verdict(message.content));
 }
 

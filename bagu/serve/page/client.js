@@ -1,4 +1,4 @@
-// The page's HTTP client: /v1/models, /v1/chat/completions as a stream, /engine.
+// The page's HTTP client: /v1/models, /v1/vector_stores, /v1/chat/completions as a stream, /engine.
 
 /** An error response of the server: its status, and the message of its body in OpenAI's shape. */
 export class ApiError extends Error {
@@ -23,17 +23,26 @@ async function refuse(response) {
   throw new ApiError(response.status, message);
 }
 
-export async function models(key) {
-  const response = await fetch("v1/models", { headers: headers(key) });
-  if (!response.ok) await refuse(response);
-  return (await response.json()).data;
-}
+export const models = (key) => get("v1/models", key);
 
 export async function engine(key, signal) {
   const response = await fetch("engine", { headers: headers(key), signal });
   if (!response.ok) await refuse(response);
   return response.json();
 }
+
+async function get(path, key) {
+  const response = await fetch(path, { headers: headers(key) });
+  if (!response.ok) await refuse(response);
+  return (await response.json()).data;
+}
+
+/** The vector stores, the server's own indexes first. */
+export const stores = (key) => get("v1/vector_stores?order=asc", key);
+
+/** The passages of the file of a source. */
+export const fileContent = ({ vector_store_id: store, file_id: file }, key) =>
+  get(`v1/vector_stores/${encodeURIComponent(store)}/files/${encodeURIComponent(file)}/content`, key);
 
 /** The parsed chunks of one answer until [DONE]. Aborting `signal` closes the connection, which aborts the request. */
 export async function* chat(body, { key, signal }) {

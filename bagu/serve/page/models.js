@@ -1,6 +1,7 @@
 // The models of the server: which one answers, and which two if answers are compared side by side.
 
 import * as client from "./client.js";
+import { findStores } from "./documents.js";
 import { el } from "./dom.js";
 import { refresh } from "./render.js";
 import { change, look } from "./shell.js";
@@ -61,6 +62,7 @@ export async function findModels() {
   try {
     state.models = await client.models(loadKey());
     banner.hidden = true;
+    await findStores();
     showPickers();
     showSuggestions();
     changed();

@@ -1,5 +1,6 @@
 // The settings panel: the system prompt, the schema and the tools of the conversation, sampling, and the API key.
 
+import { showStores, startDocuments } from "./documents.js";
 import { EXAMPLE_SCHEMA, EXAMPLE_TOOLS, parsedSchema, parsedTools } from "./formats.js";
 import { keep } from "./keep.js";
 import { currentModel, findModels } from "./models.js";
@@ -14,6 +15,7 @@ const EXAMPLES = { schema: EXAMPLE_SCHEMA, tools: EXAMPLE_TOOLS };
 
 /** Shows the settings of the conversation. */
 export function showOptions() {
+  showStores();
   for (const [name, parsed] of Object.entries(BOXES)) {
     if ($(name).value !== state.chat[name]) $(name).value = state.chat[name];
     if (parsed) showState(name, parsed(state.chat[name]));
@@ -43,6 +45,7 @@ function setText(name, text) {
 }
 
 export function startOptions() {
+  startDocuments();
   for (const name of Object.keys(BOXES)) $(name).addEventListener("input", () => setText(name, $(name).value));
   for (const [name, example] of Object.entries(EXAMPLES)) {
     $(`${name}-example`).addEventListener("click", () => setText(name, JSON.stringify(example, null, 2)));

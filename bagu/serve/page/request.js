@@ -1,6 +1,7 @@
 // The body of a chat completion request.
 
 import { parsedSchema, parsedTools } from "./formats.js";
+import { chosenStore } from "./documents.js";
 import { request as sampling } from "./settings.js";
 
 const TOP = 5; // alternatives per token
@@ -14,11 +15,15 @@ export function requestBody(chat, path, { model, settings, probabilities }) {
   const tools = parsedTools(chat.tools).value;
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (tools) body.tools = tools;
+  const store = chosenStore(chat);
+  if (store && path.at(-1)?.role === "user") body.file_search = { vector_store_ids: [store] };
   if (probabilities) Object.assign(body, { logprobs: true, top_logprobs: TOP });
   return body;
 }
 
-function apiMessage({ role, content, tool_calls: calls, tool_call_id: answers }) {
+/** An answer goes back with its sources, so that the server writes its question as it was sent. */
+function apiMessage({ role, content, tool_calls: calls, tool_call_id: answers, sources }) {
+  if (sources?.length) return { role, content, ...(calls ? { tool_calls: calls } : {}), sources };
   if (answers) return { role, tool_call_id: answers, content };
   return calls ? { role, content: content || null, tool_calls: calls } : { role, content };
 }

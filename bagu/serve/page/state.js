@@ -12,6 +12,7 @@ export const state = {
   query: "", // what the list of conversations is searched for
   renaming: null, // the conversation whose title is being edited
   models: [], // of /v1/models; empty until the server answers
+  stores: [], // of /v1/vector_stores
   settings: loadSettings(),
   running: new Map(), // id of a conversation: the AbortController of its answers
 };

@@ -14,7 +14,8 @@ from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.calls import json_response
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.openapi.document import NO_MODEL, OPERATIONS, READING, Operation
+from bagu.serve.http.openapi.document import OPERATIONS
+from bagu.serve.http.openapi.operation import NO_MODEL, READING, Operation
 from bagu.serve.http.openapi.schemas import Schema
 from bagu.serve.http.routes import key_of
 from bagu.serve.repository.layout import FILE, is_version, read_model

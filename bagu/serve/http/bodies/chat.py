@@ -15,6 +15,8 @@ from bagu.serve.http.bodies.structured import grammar_of
 from bagu.serve.http.bodies.texts import check_chat_length, render, tokens_left
 from bagu.serve.http.bodies.tools import ToolFields, tool_form
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.files_api.bodies import FileSearch
+from bagu.serve.http.files_api.turn import Source, Turn, as_sent
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
 from bagu.serve.message.tool_grammar import Tool, tool_grammar
@@ -30,6 +32,7 @@ class ChatBody(ToolFields, Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    file_search: FileSearch | None = None  # send the last question with passages of these stores
     metadata: dict[str, Any] | None = Field(None, description="accepted and not used: chat completions are not stored")
     store: bool | None = Field(
         None, description="accepted and not used: no chat completion is stored; POST /v1/responses stores its responses"
@@ -106,4 +109,28 @@ class ChatBody(ToolFields, Generation):
         variables = dict(self.chat_template_kwargs or {})
         if self.offers_tools:
             variables["tools"] = self.definitions()
-        return render(ready, for_template(self.messages, ready.tool_form), variables)
+        messages = for_template(self.messages, ready.tool_form)
+        as_sent(messages)
+        return render(ready, messages, variables)
+
+    def question(self) -> tuple[str, list[Source]]:
+        """The last message, for which passages are searched, and the sources of earlier ones. Raises 400 if the user
+        did not write it."""
+        *before, last = [message.plain() for message in self.messages]
+        if last["role"] != "user":
+            hint = "the last message is the user's question"
+            raise ApiError(400, f"file_search after a message of {last['role']!r:.40}", param="file_search", hint=hint)
+        return str(last["content"]), as_sent(before)
+
+
+class ChatWithPassages:
+    """A chat whose last question is sent with passages."""
+
+    def __init__(self, body: ChatBody, turn: Turn) -> None:
+        self.body, self.turn = body, turn
+        self.model, self.num_choices, self.grammar_field = body.model, body.num_choices, body.grammar_field
+
+    def to_job(self, ready: Ready) -> Job:
+        *before, last = self.body.messages
+        sent = last.model_copy(update={"content": self.turn.message(ready.max_model_len)})
+        return self.body.model_copy(update={"messages": [*before, sent]}).to_job(ready)

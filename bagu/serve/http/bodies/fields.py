@@ -93,7 +93,6 @@ SCORE: Fields = _never(
 RESPONSES: Fields = {
     **_never("conversation prompt messages max_tokens max_completion_tokens response_format reasoning functions"),
     **_never("function_call max_tool_calls context_management moderation n"),
-    "include": ([], ["reasoning.encrypted_content"]),
     "background": (False,),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default"),

@@ -8,6 +8,7 @@ from pydantic import Field
 from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.bodies.parse import check_json
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.files_api.bodies import Sources
 from bagu.serve.message.forms import ToolForm
 
 
@@ -32,6 +33,7 @@ class Message(Body):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant's message
     tool_call_id: str | None = None  # of the result of a call, with the role "tool"
+    sources: Sources | None = None  # of an assistant's message: what its question was sent with
 
     def plain(self) -> dict[str, Any]:
         """The message as a dict for the template: text parts are joined, unknown fields are kept. A message that only
@@ -40,7 +42,9 @@ class Message(Body):
         text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts
         if text is None and not self.tool_calls:
             text = ""
-        given = {"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}
+        given: dict[str, Any] = {"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}
+        if self.sources:
+            given["sources"] = self.sources
         return {**(self.model_extra or {}), **given, "role": self.role, "content": text}
 
 

@@ -4,8 +4,7 @@ The schemas of request bodies come from the pydantic models that validate them (
 loaded model filled in: its names, vocabulary size and longest sequence.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -17,8 +16,9 @@ from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.bodies.scores import RerankBody, ScoreBody
 from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
-from bagu.serve.http.keys import Access
 from bagu.serve.http.openapi import schemas
+from bagu.serve.http.openapi.files import FILE_OPERATIONS
+from bagu.serve.http.openapi.operation import NO_MODEL, NOT_READY, QUEUE_FULL, READING, Operation
 from bagu.serve.http.responses_api.body import ResponsesBody
 from bagu.serve.wire.messages import Ready
 
@@ -30,53 +30,8 @@ RESPONSE_STREAM = (
     'With "stream": true, server-sent events of OpenAI\'s Responses API: `event: ` and its type, `data: ` and a JSON '
     "object with `type` and `sequence_number`; `response.completed` or `response.incomplete` at the end."
 )
-READING = {
-    400: "The body is invalid, or this server or model does not support it; `param` is the field.",
-    408: "The body took too long to arrive.",
-    413: "The body is too large.",
-    415: "The content type is not application/json.",
-}
 NO_RESPONSE = {404: "There is no response of this id in memory."}
 NO_LOADING = "The server was started without --adapter-root."
-NO_MODEL = {404: "There is no model of this name."}
-NOT_READY = {503: "The model is loading, the engine is restarting, or the server is shutting down."}
-QUEUE_FULL = {429: "The queue is full, or the API key has reached a limit; Retry-After is in seconds."}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """A route. `name` is the method of api.Api that handles it."""
-
-    path: str
-    name: str
-    summary: str
-    answer: type[BaseModel] | Literal["text/plain"]
-    body: type[Body] | None = None
-    method: Literal["GET", "POST", "DELETE"] = "GET"
-    description: str = ""
-    failures: Mapping[int, str]
-    parameters: Sequence[Mapping[str, Any]] = ()
-    access: Access  # who may use it, if the server has API keys
-    # capability that the model must have
-    needs: Literal["chat", "generation", "embedding", "scoring", "adapters"] | None = None
-
-    def is_offered(self, ready: Ready | None) -> bool:
-        """Whether the model supports this route; True while the model is loading."""
-        if self.needs is None or ready is None:
-            return True
-        offers = {
-            "chat": ready.generates and ready.chat is not None,
-            "generation": ready.generates,
-            "embedding": ready.embeds,
-            "scoring": ready.embeds or ready.scores,
-            "adapters": ready.loads_adapters,
-        }
-        return offers[self.needs]
-
-    @property
-    def route(self) -> str:
-        """The path in Starlette's syntax: a model's name may contain slashes."""
-        return self.path.replace("{name}", "{name:path}")
 
 
 def _generates(
@@ -109,6 +64,10 @@ ENGINE_OF = {
     "name": "model", "in": "query", "required": False, "schema": {"type": "string", "format": MODEL_NAME},
     "description": "The model of a repository; the default is the first.",
 }  # fmt: skip
+FORM = {
+    "type": "object", "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["assistants", "user_data"]}},
+}  # fmt: skip
 RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 OPERATIONS = (
     _generates(
@@ -130,6 +89,7 @@ OPERATIONS = (
         path="/v1/responses/{id}", name="delete_response", method="DELETE", summary="Delete a stored response",
         answer=schemas.DeletedResponse, parameters=(RESPONSE_ID,), failures=NO_RESPONSE, access="key", needs="chat",
     ),
+    *FILE_OPERATIONS,
     _reads("/v1/embeddings", "embeddings", "Embed texts (encoders)", EmbeddingBody, schemas.EmbeddingList, "embedding"),
     _reads("/v1/score", "score", "Score pairs of texts", ScoreBody, schemas.ScoreList, "scoring"),
     _reads("/v1/rerank", "rerank", "Sort documents by relevance to a query", RerankBody, schemas.Reranked, "scoring"),
@@ -224,6 +184,8 @@ def _operation(o: Operation, has_key: bool) -> dict[str, Any]:
         found["parameters"] = list(o.parameters)
     if o.body is not None:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(o.body)}}}
+    if o.form:
+        found["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": FORM}}}
     if o.access != "open" and has_key:
         found["security"] = [{"key": []}]
     return found

@@ -77,11 +77,39 @@ class ToolCall(Schema):
     function: CalledFunction
 
 
+class Source(Schema):
+    number: int  # of the mark that cites it
+    vector_store_id: str
+    file_id: str
+    filename: str
+    line: int
+    score: float
+    text: str
+    attributes: dict[str, str | float | bool]
+
+
+class UrlCitation(Schema):
+    start_index: int
+    end_index: int
+    title: str
+    url: str
+
+
+class Annotation(Schema):
+    type: Literal["url_citation"]
+    url_citation: UrlCitation
+    number: int
+    verified: bool
+    why: str  # why it is not verified
+
+
 class AssistantMessage(Schema):
     role: Literal["assistant"]
     content: str | None  # null if the message only calls tools
     reasoning_content: str | None = None  # only for a model that thinks
     tool_calls: list[ToolCall] = []  # only if the message calls tools
+    sources: list[Source] = []  # only with file_search: the passages that were sent with the question
+    annotations: list[Annotation] = []  # only with file_search: the marks [1], [2] that name a source
 
 
 class ChatChoice(Choice):
@@ -99,10 +127,10 @@ class ChatCompletion(Schema):
 
 
 class OutputItem(BaseModel):
-    """A message, a function call or reasoning; its other fields depend on the type."""
+    """A message, a function call, a search or reasoning; its other fields depend on the type."""
 
     id: str
-    type: Literal["message", "function_call", "reasoning"]
+    type: Literal["message", "function_call", "file_search_call", "reasoning"]
     status: Literal["completed", "incomplete"]
 
 

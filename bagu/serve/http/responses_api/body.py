@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from bagu.serve.http.bodies import fields
-from bagu.serve.http.bodies.chat import ChatBody
+from bagu.serve.http.bodies.chat import ChatBody, ChatWithPassages
 from bagu.serve.http.bodies.openai import Body, Count, Job, Sampled, Word
 from bagu.serve.http.bodies.tools import MAX_TOOLS, ToolName
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.responses_api.items import input_messages
+from bagu.serve.http.files_api.bodies import FileSearchChoice, FileSearchTool
+from bagu.serve.http.files_api.turn import Turn
 from bagu.serve.wire.messages import Ready
 
 # fields of the chat request -> fields of this body, for the `param` of an error
@@ -41,6 +42,9 @@ class NamedFunction(Body):
     name: str
 
 
+AnyTool = Annotated[FunctionTool | FileSearchTool, Field(discriminator="type")]
+
+
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
 
@@ -64,27 +68,43 @@ class ResponsesBody(Sampled):
     instructions: str | None = None  # a system message before the conversation; not carried to later responses
     previous_response_id: str | None = None
     store: bool | None = None  # keep the response in memory; None: yes
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | None,
-        Field(description='"none", "auto", "required", or {"type": "function", "name": ...}'),
+        Literal["none", "auto", "required"] | NamedFunction | FileSearchChoice | None,
+        Field(description='"none", "auto", "required", {"type": "function", "name": ...}, or {"type": "file_search"}'),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Metadata | None = None
+    include: list[Literal["file_search_call.results", "reasoning.encrypted_content"]] | None = None
 
-    def to_chat(self, previous: list[dict[str, Any]]) -> ResponsesChat:
-        """The chat request, where `previous` are the messages of the previous response."""
+    @property
+    def file_search(self) -> FileSearchTool | None:
+        """The tool that is used: a search needs no call by the model, and is made unless `tool_choice` excludes it."""
+        found = [tool for tool in self.tools or () if isinstance(tool, FileSearchTool)]
+        if len(found) > 1:
+            raise ApiError(400, "two tools are file_search", param="tools", hint="one may name several stores")
+        if isinstance(self.tool_choice, FileSearchChoice) and not found:
+            raise ApiError(400, "tool_choice needs the tool file_search", param="tool_choice", hint="add it to tools")
+        excluded = self.tool_choice == "none" or isinstance(self.tool_choice, NamedFunction)
+        return found[0] if found and not excluded else None
+
+    def to_chat(self, messages: list[dict[str, Any]], turn: Turn | None = None) -> ResponsesChat:
+        """The chat request, where `messages` are those of the previous response and of `input`."""
         self.refuse_unsupported()
-        messages = [*previous, *input_messages(self.input)]
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         chat: dict[str, Any] = {name: getattr(self, name) for name in SHARED}
         chat |= {"messages": [*system, *messages], "max_completion_tokens": self.max_output_tokens}
-        if self.tools:
-            chat["tools"] = [_nested(tool.model_dump(exclude_unset=True)) for tool in self.tools]
+        functions = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        if functions:
+            chat["tools"] = [_nested(tool.model_dump(exclude_unset=True)) for tool in functions]
         choice = self.tool_choice
+        if isinstance(choice, FileSearchChoice):
+            choice = "none"  # the search is made, and no function is called
+        elif turn is not None and choice == "required" and not functions:
+            choice = None
         if isinstance(choice, NamedFunction):
             chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         else:
@@ -94,7 +114,7 @@ class ResponsesBody(Sampled):
         if self.structured_outputs is not None:
             chat["structured_outputs"] = self.structured_outputs.model_dump(exclude_unset=True, by_alias=True)
         try:
-            return ResponsesChat(body=ChatBody.model_validate(chat), messages=messages)
+            return ResponsesChat(body=ChatBody.model_validate(chat), messages=messages, turn=turn)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             place = _renamed(".".join(map(str, first["loc"][:3])))
@@ -104,14 +124,18 @@ class ResponsesBody(Sampled):
 class ResponsesChat:
     """A chat request made from a body of the Responses API; errors name the fields of that body."""
 
-    def __init__(self, *, body: ChatBody, messages: list[dict[str, Any]]) -> None:
-        self.body, self.messages = body, messages
+    def __init__(self, *, body: ChatBody, messages: list[dict[str, Any]], turn: Turn | None = None) -> None:
+        self.body, self.messages, self.turn = body, messages, turn
         self.model, self.num_choices = body.model, 1
         self.grammar_field = _renamed(body.grammar_field)
 
     def to_job(self, ready: Ready) -> Job:
+        body: ChatBody | ChatWithPassages = self.body
+        if self.turn is not None:
+            body = ChatWithPassages(self.body, self.turn)
+            self.messages[-1]["content"] = self.turn.message(ready.max_model_len)  # a later response begins with it
         try:
-            return self.body.to_job(ready)
+            return body.to_job(ready)
         except ApiError as error:
             if error.param is not None:
                 ours = _renamed(error.param)

@@ -4,17 +4,22 @@ message               a message with text parts
 function_call         a call that the assistant made; calls in a row belong to one message
 function_call_output  the result of a call
 reasoning             the assistant's reasoning before its next message
+file_search_call      a search for the question before it; with its results the question is written as it was sent
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from bagu.serve.http.bodies.messages import arguments_object
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.files_api.bodies import SentSource, Sources
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+SOURCES: TypeAdapter[list[SentSource]] = TypeAdapter(Sources)
 ROLES = ("user", "assistant", "system", "developer")
-ITEMS = "message, function_call, function_call_output or reasoning"
+ITEMS = "message, function_call, function_call_output, file_search_call or reasoning"
 
 
 def input_messages(given: str | Sequence[Any]) -> list[dict[str, Any]]:
@@ -26,7 +31,8 @@ def input_messages(given: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 def output_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages of a response's output items, without a call that max_output_tokens cut."""
-    return _messages([i for i in items if (i["type"], i["status"]) != ("function_call", "incomplete")], "output")
+    kept = [i for i in items if (i["type"], i["status"]) != ("function_call", "incomplete")]
+    return _messages([i for i in kept if i["type"] != "file_search_call"], "output")
 
 
 def _messages(items: Sequence[Any], field: str) -> list[dict[str, Any]]:
@@ -39,6 +45,10 @@ def _messages(items: Sequence[Any], field: str) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         if kind == "reasoning":
             reasoning += _text(item.get("content") or item.get("summary") or [], f"{place}.content")
+            continue
+        if kind == "file_search_call":
+            if found and found[-1]["role"] == "user":
+                found[-1]["sources"] = _sources(item.get("results"), f"{place}.results")
             continue
         if kind == "message":
             message = _message(item, place)
@@ -58,6 +68,14 @@ def _messages(items: Sequence[Any], field: str) -> list[dict[str, Any]]:
         else:
             found.append(message)
     return found
+
+
+def _sources(results: Any, place: str) -> list[SentSource]:
+    try:
+        return SOURCES.validate_python(results or [])
+    except ValidationError as error:
+        hint = "results as a response gave them, or none"
+        raise ApiError(400, f"{place} is not a list of results", param=place, hint=hint) from error
 
 
 def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:

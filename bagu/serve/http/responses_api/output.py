@@ -5,6 +5,7 @@ for each item:  output_item.added
                 message    content_part.added, output_text.delta ..., output_text.done, content_part.done
                 reasoning  content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
                 call       function_call_arguments.delta ..., function_call_arguments.done
+                search     file_search_call.in_progress, .searching, .completed
                 output_item.done
 response.completed, or response.incomplete if max_output_tokens ended it
 """
@@ -22,9 +23,12 @@ Emit = Callable[..., None]  # (event type, fields)
 class OutputItems:
     """The items of one response. Each delta extends the last item or begins the next; `emit` gets the events."""
 
-    def __init__(self, message: ParsedMessage, emit: Emit) -> None:
+    def __init__(
+        self, message: ParsedMessage, emit: Emit, annotate: Callable[[str], list[dict[str, Any]]] = lambda text: []
+    ) -> None:
+        """`annotate` makes the annotations of a complete text."""
         self.items: list[dict[str, Any]] = []
-        self._message, self._emit = message, emit
+        self._message, self._emit, self._annotate = message, emit, annotate
         self._open = False  # the last item is not complete
 
     def add(self, delta: Delta) -> None:
@@ -35,9 +39,18 @@ class OutputItems:
 
     def finish(self, *, incomplete: bool) -> None:
         """Close the last item. A response without output has an empty message."""
-        if not self.items:
+        if all(item["type"] == "file_search_call" for item in self.items):
             self._add_text(Content(""))
         self._close("incomplete" if incomplete else "completed")
+
+    def add_search(self, query: str, results: list[dict[str, Any]] | None) -> None:
+        """The search that was made before the generation."""
+        self._begin({"id": _id("fs"), "type": "file_search_call", "queries": [query], "results": None})
+        for state in ("in_progress", "searching", "completed"):
+            self._emit(f"response.file_search_call.{state}", **self._place())
+        self.items[-1] |= {"status": "completed", "results": results}
+        self._open = False
+        self._emit("response.output_item.done", output_index=len(self.items) - 1, item=self.items[-1])
 
     def _add_text(self, delta: Content | Reasoning) -> None:
         kind, part = ("message", "output_text") if isinstance(delta, Content) else ("reasoning", "reasoning_text")
@@ -80,6 +93,11 @@ class OutputItems:
         else:
             (part,) = item["content"]
             extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+            if part["type"] == "output_text":
+                part["annotations"] = self._annotate(part["text"])
+                for at, one in enumerate(part["annotations"]):
+                    place = {**self._place(0), "annotation_index": at}
+                    self._emit("response.output_text.annotation.added", **place, annotation=one)
             self._emit(f"response.{part['type']}.done", **self._place(0), text=part["text"], **extra)
             self._emit("response.content_part.done", **self._place(0), part=part)
         self._emit("response.output_item.done", output_index=len(self.items) - 1, item=item)

@@ -1,11 +1,12 @@
 """The response to `POST /v1/responses`, as one body or as events."""
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bagu.serve.http.bodies.openai import Job
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.files_api.turn import Source, Turn
 from bagu.serve.http.parsed_response import ParsedMessage
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.http.responses_api.body import ResponsesBody, TextOptions
@@ -33,6 +34,8 @@ class ModelResponse(GenerationResponse):
         messages: list[dict[str, Any]],
         store: ResponseStore,
         owner: bytes | None = None,
+        turn: Turn | None = None,
+        earlier: Sequence[Source] = (),
     ) -> None:
         super().__init__(job, ready, model)
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -42,7 +45,11 @@ class ModelResponse(GenerationResponse):
         self.message = ParsedMessage(self.format)
         self._events: list[str] = []
         self._sequence = 0
-        self.output = OutputItems(self.message, self._emit)
+        self.turn, self.earlier = turn, earlier
+        annotate = {} if turn is None else {"annotate": turn.file_citations}
+        self.output = OutputItems(self.message, self._emit, **annotate)
+        if not job.stream:
+            self._add_search()
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -57,13 +64,21 @@ class ModelResponse(GenerationResponse):
         found = self._object("incomplete" if self.choice.finish == "length" else "completed")
         if self.asked.store is not False:
             messages = self.messages + output_messages(found["output"])
-            self.store.put(StoredResponse(owner=self.owner, body=found, messages=messages))
+            sources = [*self.earlier, *(() if self.turn is None else self.turn.sources)]
+            self.store.put(StoredResponse(owner=self.owner, body=found, messages=messages, sources=tuple(sources)))
         return found
 
     def first_chunks(self) -> bytes:
         for kind in ("response.created", "response.in_progress"):
             self._emit(kind, response=self._object("in_progress"))
+        self._add_search()
         return self._take_events()
+
+    def _add_search(self) -> None:
+        if self.turn is not None:
+            shown = "file_search_call.results" in (self.asked.include or ())
+            results = [source.result() for source in self.turn.sources] if shown else None
+            self.output.add_search(self.turn.question, results)
 
     def chunks(self, events: Iterable[Event]) -> bytes:
         self.add(events)

@@ -7,15 +7,18 @@ from starlette.responses import Response
 
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.calls import json_response
+from bagu.serve.http.files_api.routes import FilesRoutes
+from bagu.serve.http.files_api.turn import Source, as_sent
 from bagu.serve.http.instances import Models
 from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.responses_api.body import ResponsesBody
+from bagu.serve.http.responses_api.items import input_messages
 from bagu.serve.http.responses_api.response import ModelResponse
 from bagu.serve.http.responses_api.store import ResponseStore
-from bagu.serve.http.routes import LARGE_BODY, ApiConfig, Routes, key_of, user_of
+from bagu.serve.http.routes import LARGE_BODY, ApiConfig, key_of, user_of
 
 
-class ResponsesRoutes(Routes):
+class ResponsesRoutes(FilesRoutes):
     def __init__(self, models: Models, metrics: Metrics, config: ApiConfig) -> None:
         super().__init__(models, metrics, config)
         self.stored = ResponseStore()
@@ -24,11 +27,20 @@ class ResponsesRoutes(Routes):
         self.catalog.check_ready()
         raw = await self.read(request)
         body = parse(ResponsesBody, raw)
-        owner, previous = _owner(request), []
+        owner, messages = _owner(request), input_messages(body.input)
+        earlier: list[Source] = []
         if body.previous_response_id is not None:
-            previous = self.stored.get(owner, body.previous_response_id, "previous_response_id").messages
-        chat = body.to_chat(previous)
-        respond = partial(ModelResponse, asked=body, messages=chat.messages, store=self.stored, owner=owner)
+            previous = self.stored.get(owner, body.previous_response_id, "previous_response_id")
+            messages, earlier = [*previous.messages, *messages], [*previous.sources]
+        earlier += as_sent(messages, len(earlier))
+        turn = None
+        if (asked := body.file_search) is not None and messages[-1]["role"] == "user":
+            turn = await self.find_turn(request, asked, str(messages[-1]["content"]), earlier, "tools.")
+        chat = body.to_chat(messages, turn)
+        respond = partial(
+            ModelResponse, asked=body, messages=chat.messages, store=self.stored, owner=owner, turn=turn,
+            earlier=earlier,
+        )  # fmt: skip
         return await self.run_generation(request, chat, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
 
     async def get_response(self, request: Request) -> Response:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.files_api.turn import Source
 from bagu.serve.http.responses import to_json
 
 MAX_RESPONSES = 10_000
@@ -22,11 +23,13 @@ class StoredResponse:
     owner: bytes | None  # `Key.digest`; None on a server without keys
     body: dict[str, Any]
     messages: list[dict[str, Any]]
+    sources: tuple[Source, ...] = ()  # of all turns, from number 1
 
     @property
     def size(self) -> int:
         """Bytes of its JSON. The messages are counted in full, also those that an earlier response shares."""
-        return len(to_json(self.body).encode()) + len(to_json(self.messages).encode())
+        sources = sum(len(source.text) for source in self.sources)
+        return len(to_json(self.body).encode()) + len(to_json(self.messages).encode()) + sources
 
 
 class ResponseStore:

@@ -1,0 +1,1 @@
+"""OpenAI's files and vector stores, and the passages of a request that asks for `file_search`."""
