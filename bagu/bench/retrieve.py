@@ -10,7 +10,6 @@ import re
 import sqlite3
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +27,7 @@ from bagu.retrieve import postings
 from bagu.retrieve.core import search
 from bagu.retrieve.store import Store
 from bagu.retrieve.update import update
-from bagu.retrieve.words import terms
+from bagu.retrieve.words import runs, terms
 
 HELD_OUT = 0.2
 QUERIES = 200  # timed
@@ -89,7 +88,7 @@ def _seconds(store: Store, query: str) -> float:
 def _large(queries: list[str], passages: int) -> dict[str, float]:
     """Queries over this many passages, made of the library's by drawing: BM25 and the best 100, without their text."""
     source = [d.text for d in StdlibSource().documents()]
-    pieces = [Counter(terms(text[at : at + 800])) for text in source for at in range(0, len(text), 800)]
+    pieces = [runs(text[at : at + 800]) for text in source for at in range(0, len(text), 800)]
     rng = random.Random(0)
     db = sqlite3.connect(":memory:")
     db.executescript(postings.SCHEMA)
@@ -110,7 +109,7 @@ def _docstring(functions: list[Function], count: int) -> dict[str, Any]:
     held = held_ids(list(dict.fromkeys(f.file for f in functions)), fraction=HELD_OUT, seed=0)
     db = sqlite3.connect(":memory:")
     db.executescript(postings.SCHEMA)
-    postings.write_segment(db, 0, [Counter(terms(f.answer)) for f in functions])
+    postings.write_segment(db, 0, [runs(f.answer) for f in functions])
     lexicon = postings.Lexicon.load(db)
     asked = [i for i, f in enumerate(functions) if f.file in held and list(terms(_first(f.docstring)))]
     asked = random.Random(0).sample(asked, min(count, len(asked)))

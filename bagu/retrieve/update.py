@@ -20,9 +20,9 @@ from bagu.retrieve.core import Embedder, check_embedder
 from bagu.retrieve.read import Document, Unreadable, kind_of, read
 from bagu.retrieve.split import Chunking, Span, split
 from bagu.retrieve.store import File, Store
-from bagu.retrieve.words import terms
+from bagu.retrieve.words import runs, word_terms
 
-BATCH = 8 * 2**20  # characters in one transaction
+BATCH = 4 * 2**20  # characters in one transaction; their words take about 60 MB
 SKIPPED = {"__pycache__", "node_modules"}  # folders; and all that begin with a dot
 
 
@@ -49,7 +49,7 @@ class Prepared:
     name: str
     document: Document
     spans: Sequence[Span]
-    counts: Sequence[dict[str, int]]
+    runs: Sequence[Sequence[str]]  # of each span
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -112,16 +112,15 @@ def update(
 def prepare(
     path: str, name: str, document: Document, chunking: Chunking | None = None, attributes: dict[str, Any] | None = None
 ) -> Prepared:
-    """Split a document and count its terms; a passage without any term cannot be found, and is left out."""
-    spans, counts = [], []
-    label = Path(name).stem
+    """Split a document into spans of words; a passage without any term cannot be found, and is left out."""
+    spans, words = [], []
+    label = runs(Path(name).stem)
     for span in split(document.text, document.kind, chunking):
-        own = Counter(terms(document.text[span.start : span.end]))
-        if own:
-            own.update(terms(f"{span.title} {label}"))  # a question often names the file or the heading
+        own = runs(document.text[span.start : span.end])
+        if any(map(word_terms, own)):
             spans.append(span)
-            counts.append(own)
-    return Prepared(path, name, document, spans, counts, attributes or {})
+            words.append([*own, *runs(span.title), *label])  # a question often names the file or the heading
+    return Prepared(path, name, document, spans, words, attributes or {})
 
 
 def use_embedder(store: Store, embedder: Embedder | None) -> None:
@@ -167,7 +166,7 @@ def put(store: Store, documents: Sequence[Prepared], embedder: Embedder | None =
         ids.append(id)
         at += len(one.spans)
     if at > first:
-        postings.write_segment(store.db, first, [c for one in documents for c in one.counts])
+        postings.write_segment(store.db, first, [words for one in documents for words in one.runs])
         if embedder is not None:
             texts = [one.document.text[s.start : s.end] for one in documents for s in one.spans]
             vectors.write(store.db, first, embedder.embed(texts))

@@ -13,16 +13,21 @@ from itertools import chain, pairwise
 
 CJK = "\u3041-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
 RUN = re.compile(rf"[{CJK}]+|[^\W{CJK}]+")  # a run of these characters, or a word of any other script
-ASCII_RUN = re.compile(r"[A-Za-z0-9_]+")  # the same for ASCII text, 2 times faster
+ASCII_RUNS = "".join(c if c.isalnum() or c == "_" else " " for c in map(chr, range(128)))  # the others become spaces
 PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
 IS_CJK = re.compile(f"[{CJK}]")
 
 
+def runs(text: str) -> list[str]:
+    """The runs of characters that terms are made of, in the order of the text."""
+    if text.isascii():
+        return text.translate(ASCII_RUNS).split()  # 6 times faster than RUN
+    return RUN.findall(unicodedata.normalize("NFKC", text))
+
+
 def terms(text: str) -> Iterator[str]:
     """The terms in the order of the text; a term comes as often as it occurs."""
-    if text.isascii():
-        return chain.from_iterable(map(word_terms, ASCII_RUN.findall(text)))
-    return chain.from_iterable(map(word_terms, RUN.findall(unicodedata.normalize("NFKC", text))))
+    return chain.from_iterable(map(word_terms, runs(text)))
 
 
 @lru_cache(maxsize=1 << 18)  # a text repeats its words: 4 times faster, about 60 MB when full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from bagu.data.stdlib import StdlibSource
 from bagu.retrieve import postings
 from bagu.retrieve.split import split
-from bagu.retrieve.words import terms
+from bagu.retrieve.words import runs, terms
 
 bm25s = pytest.importorskip("bm25s")
 QUERIES = ("open a file and read its lines", "parse an integer", "send a request to the host", "raise an error")
@@ -28,7 +27,7 @@ def test_the_ranking_is_that_of_bm25s() -> None:
     passages = [list(terms(d.text[s.start : s.end])) for d in documents for s in split(d.text, "python")]
     db = sqlite3.connect(":memory:")
     db.executescript(postings.SCHEMA)
-    postings.write_segment(db, 0, [Counter(p) for p in passages])
+    postings.write_segment(db, 0, [runs(d.text[s.start : s.end]) for d in documents for s in split(d.text, "python")])
     lexicon = postings.Lexicon.load(db)
     judge = bm25s.BM25(k1=postings.K1, b=postings.B, method="lucene")
     judge.index(passages, show_progress=False)

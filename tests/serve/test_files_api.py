@@ -22,7 +22,7 @@ from bagu.serve.http.files_api.multipart import parse_form
 from bagu.serve.http.openapi import files as schemas
 
 KEYS = {"alice": "sk-alice", "bob": "sk-bob"}
-ANSWER = "The code of the harbour is 4711 [1]. The moon is cheese [1]. See [9]."
+ANSWER = "The code of the harbour is 4711 [1]. The lamp turns 99 times [1]. See [9]."
 NOTES = b"# Harbour\n\nThe code of the harbour is 4711.\n\n# Lighthouse\n\nThe lamp turns 12 times.\n"
 
 

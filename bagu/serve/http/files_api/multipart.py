@@ -42,7 +42,8 @@ def parse_form(content_type: str, raw: bytes) -> Form:
 
             filename = _text(unquote_to_bytes(extended[1]))
         elif (given := FILENAME.search(head)) is not None:
-            filename = _text(re.sub(rb"\\(.)", rb"\1", given[1]))
+            quoted = re.sub(rb"\\(.)", rb"\1", given[1])
+            filename = _text(quoted.replace(b"%22", b'"').replace(b"%0D", b"\r").replace(b"%0A", b"\n"))  # as browsers
         data = value
     return Form(fields, filename, data)
 
