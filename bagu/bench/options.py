@@ -106,6 +106,9 @@ class EvalBench:
 class RetrieveBench:
     passages: Annotated[int, Option("Also time queries over this many passages, such as 1000000.")] = 0
     queries: Annotated[int, Option("Number of held-out docstrings.")] = 1000
+    hybrid: Annotated[
+        bool, Option("Also train a token table on docstrings, and join its ranking.", flags=("--hybrid",))
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,14 @@
 rank of each documented function for the first sentence of its docstring (`docstring`).
 
     docstring   documents are all functions without their docstrings, queries the first sentences; files are held out,
-                so that an embedder trained on the others has not seen the pairs
+                so that an embedder trained on the others has not seen the pairs; `--hybrid` trains one
 """
 
 import random
-import re
 import sqlite3
 import tempfile
 import time
+from collections.abc import Container
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,13 +19,18 @@ import numpy as np
 from bagu.bench.harness import Rows, table
 from bagu.bench.options import BenchSetting, RetrieveBench
 from bagu.data import StdlibSource
+from bagu.data.docstrings import docstring_pairs, first_sentence, installed_folders
 from bagu.data.split import held_ids
 from bagu.data.stdlib import Function, documented_functions
 from bagu.errors import ArgumentError
 from bagu.eval.intervals import estimate
-from bagu.retrieve import postings
+from bagu.recipes.token_table import TableConfig, train_table
+from bagu.retrieve import postings, vectors
 from bagu.retrieve.core import search
+from bagu.retrieve.fuse import fuse
+from bagu.retrieve.options import WEIGHTS
 from bagu.retrieve.store import Store
+from bagu.retrieve.table import TableEmbedder, save
 from bagu.retrieve.update import update
 from bagu.retrieve.words import runs, terms
 
@@ -41,7 +46,7 @@ def main(given: RetrieveBench, setting: BenchSetting) -> int:
     found: dict[str, Any] = {
         "system": "retrieve",
         **_speed(functions, given.passages),
-        **_docstring(functions, given.queries),
+        **_docstring(functions, given.queries, hybrid=given.hybrid),
     }
     rows.add([found])
     shown = {
@@ -50,6 +55,12 @@ def main(given: RetrieveBench, setting: BenchSetting) -> int:
         f"query over {found['passages']:,} passages, p50 ms": f"{found['query_ms']:.1f}",
         "docstring MRR@10, words": "{mrr:.3f} [{low:.3f}, {high:.3f}]".format(**found["words"]),
     }
+    if given.hybrid:
+        for name in ("vectors", "hybrid", "hybrid_minus_words"):
+            shown[f"docstring MRR@10, {name.replace('_', ' ')}"] = "{mrr:.3f} [{low:.3f}, {high:.3f}]".format(
+                **found[name]
+            )
+        shown["training of the table, CPU s"] = f"{found['train_cpu_s']:.0f} for {found['pairs']:,} pairs"
     if given.passages:
         shown[f"query over {given.passages:,} passages, p50 ms"] = f"{found['large_query_ms']:.1f}"
     rows.finish(table("Retrieval", ("", "value"), shown.items()))
@@ -58,7 +69,7 @@ def main(given: RetrieveBench, setting: BenchSetting) -> int:
 
 def _speed(functions: list[Function], large: int) -> dict[str, float]:
     """Times in CPU seconds of this process, which the load of others changes little."""
-    queries = [_first(f.docstring) for f in random.Random(0).sample(functions, QUERIES)]
+    queries = [first_sentence(f.docstring) for f in random.Random(0).sample(functions, QUERIES)]
     source = StdlibSource()
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder, "idx")) as store:
         began = time.process_time()
@@ -104,28 +115,59 @@ def _large(queries: list[str], passages: int) -> dict[str, float]:
     return {"large_passages": passages, "large_query_ms": 1e3 * median(times)}
 
 
-def _docstring(functions: list[Function], count: int) -> dict[str, Any]:
+def _docstring(functions: list[Function], count: int, *, hybrid: bool) -> dict[str, Any]:
     """The mean reciprocal rank of `count` held-out queries among all functions, with an interval over files."""
     held = held_ids(list(dict.fromkeys(f.file for f in functions)), fraction=HELD_OUT, seed=0)
     db = sqlite3.connect(":memory:")
     db.executescript(postings.SCHEMA)
     postings.write_segment(db, 0, [runs(f.answer) for f in functions])
     lexicon = postings.Lexicon.load(db)
-    asked = [i for i, f in enumerate(functions) if f.file in held and list(terms(_first(f.docstring)))]
+    asked = [i for i, f in enumerate(functions) if f.file in held and list(terms(first_sentence(f.docstring)))]
     asked = random.Random(0).sample(asked, min(count, len(asked)))
-    gains, files = [], []
+    files = [functions[i].file for i in asked]
+    about: dict[str, Any] = {"functions": len(functions), "queries": len(asked)}
+    gains: dict[str, list[float]] = {"words": []}
+    table = None
+    if hybrid:
+        began = time.process_time()
+        pairs = _training_pairs(functions, held)
+        words, passages, queries = train_table(pairs, TableConfig())
+        about |= {"pairs": len(pairs), "train_cpu_s": time.process_time() - began}
+        with tempfile.TemporaryDirectory() as folder:
+            save(Path(folder), words, passages, queries)
+            table = TableEmbedder(folder)
+        dense = vectors.normalized(table.embed([f.answer for f in functions]))
+        gains |= {"vectors": [], "hybrid": []}
+    everyone, alive = np.arange(len(functions)), np.ones(len(functions), dtype=bool)
     for i in asked:
-        scores, _ = lexicon.score(db, terms(_first(functions[i].docstring)))
-        rank = 1 + np.count_nonzero(scores > scores[i]) + np.count_nonzero(scores[:i] == scores[i])
-        gains.append(1 / rank if rank <= 10 and scores[i] > 0 else 0.0)
-        files.append(functions[i].file)
-    score = estimate(gains, files)
-    return {
-        "functions": len(functions), "queries": len(asked),
-        "words": {"mrr": score.mean, "low": score.low, "high": score.high},
-    }  # fmt: skip
+        query = first_sentence(functions[i].docstring)
+        scores, _ = lexicon.score(db, terms(query))
+        gains["words"].append(_gain(scores, i))
+        if table is not None:
+            near = vectors.cosines(dense, table.embed_query(query), alive)
+            order = [id for id, _ in fuse({"words": scores, "vectors": near}, WEIGHTS, everyone, alive)[:10]]
+            gains["vectors"].append(_gain(near, i))
+            gains["hybrid"].append(1 / (1 + order.index(i)) if i in order else 0.0)
+    if hybrid:
+        gains["hybrid_minus_words"] = [a - b for a, b in zip(gains["hybrid"], gains["words"], strict=True)]
+    for name, values in gains.items():
+        score = estimate(values, files)
+        about[name] = {"mrr": score.mean, "low": score.low, "high": score.high}
+    return about
 
 
-def _first(docstring: str) -> str:
-    """The first sentence."""
-    return re.split(r"(?<=[.!?])\s|\n\n", docstring)[0]
+def _gain(scores: np.ndarray, i: int) -> float:
+    """1 / rank of document i, 0 past the tenth."""
+    rank = 1 + np.count_nonzero(scores > scores[i]) + np.count_nonzero(scores[:i] == scores[i])
+    return 1 / rank if rank <= 10 and scores[i] > 0 else 0.0
+
+
+def _training_pairs(functions: list[Function], held: Container[str]) -> list[tuple[str, str]]:
+    """Pairs of the library's other files and of the installed packages, without any that has the first sentence or the
+    code of a held-out function: packages copy parts of the library."""
+    tested = [f for f in functions if f.file in held]
+    sentences = {first_sentence(f.docstring).strip().lower() for f in tested}
+    codes = {"".join(f.answer.split()) for f in tested}
+    own = [(first_sentence(f.docstring), f.answer) for f in functions if f.file not in held]
+    other = [(pair.query, pair.passage) for pair in docstring_pairs(installed_folders())]
+    return [(q, p) for q, p in own + other if q.strip().lower() not in sentences and "".join(p.split()) not in codes]

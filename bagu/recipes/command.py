@@ -52,6 +52,10 @@ def train_main(given: TrainOptions) -> int:
     start. With `resume_auto` the options describe a run, which goes on if the folder holds it. With `nproc` this
     process starts so many ranks and waits for them.
     """
+    if given.recipe == "token_table":  # a table has no model to run
+        from bagu.recipes.token_table import main
+
+        return main(given)
     place = find_place(os.environ)
     if place is not None:
         use_own_gpu(place)

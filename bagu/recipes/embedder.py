@@ -29,6 +29,9 @@ class ModelEmbedder:
     def digest(self) -> str:
         return fingerprint_of(dict(self.model.named_parameters()))
 
+    def embed_query(self, text: str) -> np.ndarray:
+        return np.asarray(self.embed([text])[0])
+
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         longest = self.model.config.max_len
         ids = [self.tokenizer.encode(text)[:longest] or [self.tokenizer.eos_id] for text in texts]

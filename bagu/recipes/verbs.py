@@ -33,8 +33,8 @@ class TrainOptions:
     recipe: Annotated[
         str | None,
         Option(
-            "small (default), gpt2_124m, llama_1b, mlm, contrastive, sft, lora, distill, on_policy_distill, reward, "
-            "dpo, grpo or ppo."
+            "small (default), gpt2_124m, llama_1b, mlm, contrastive, token_table, sft, lora, distill, "
+            "on_policy_distill, reward, dpo, grpo or ppo."
         ),
     ] = None
     config: Annotated[Path | None, Option("A run's config.json, instead of a recipe.")] = None

@@ -11,6 +11,7 @@ from bagu.retrieve.core import Embedder, Hit, search
 from bagu.retrieve.options import IndexOptions, SearchOptions
 from bagu.retrieve.split import Chunking
 from bagu.retrieve.store import Store
+from bagu.retrieve.table import TableEmbedder, is_table
 from bagu.retrieve.update import Update, update
 
 SHOWN = 240  # characters of a passage
@@ -58,10 +59,12 @@ def search_main(given: SearchOptions, load: Load) -> int:
 
 
 def open_embedder(store: Store, given: str | None, load: Load) -> Embedder | None:
-    """The embedder that is asked for, or the one that made the vectors of the index."""
+    """The embedder that is asked for, or the one that made the vectors of the index: a table, or a model by `load`."""
     about = store.meta("embedder")
     name = given or (None if about is None else about["name"])
-    return None if name is None else load(name)
+    if name is None:
+        return None
+    return TableEmbedder(name) if is_table(Path(name)) else load(name)
 
 
 def _progress(done: Update, paths: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 
 from bagu.errors import BaguError
 from bagu.retrieve import postings, vectors
-from bagu.retrieve.fuse import WEIGHTS, fuse
+from bagu.retrieve.fuse import fuse
+from bagu.retrieve.options import WEIGHTS
 from bagu.retrieve.store import Passage, Store
 from bagu.retrieve.words import terms
 
@@ -25,6 +26,7 @@ class Embedder(Protocol):
     @property
     def floor(self) -> float: ...
     def embed(self, texts: list[str]) -> np.ndarray: ...
+    def embed_query(self, text: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +55,19 @@ def search(
     lexicon, dense = store.snapshot()
     with store.lock:
         scores, holders = lexicon.score(store.db, terms(query))
-    depth = DEPTH if keep is None else len(scores)
-    rankings: dict[str, list[int]] = {}
+    depth, alive = DEPTH if keep is None else len(scores), lexicon.lengths > 0
+    rankings: dict[str, np.ndarray] = {}
+    best: dict[str, list[int]] = {}
     if weights["words"]:
-        rankings["words"] = [id for id, _ in postings.best(scores, depth)]
+        rankings["words"], best["words"] = scores, [id for id, _ in postings.best(scores, depth)]
     near = None
     if dense is not None and embedder is not None and weights["vectors"]:
         check_embedder(store, embedder)
-        near = vectors.cosines(dense, embedder.embed([query])[0], lexicon.lengths > 0)
-        rankings["vectors"] = [id for id, _ in postings.best(np.where(near >= embedder.floor, near + 1, 0), depth)]
-    joined = fuse(rankings, weights)
-    places = {name: {id: rank for rank, id in enumerate(ids, 1)} for name, ids in rankings.items()}
+        near = rankings["vectors"] = vectors.cosines(dense, embedder.embed_query(query), alive)
+        best["vectors"] = [id for id, _ in postings.best(np.where(near >= embedder.floor, near + 1, 0), depth)]
+    candidates = np.array(sorted(set().union(*best.values())), dtype=np.int64)
+    joined = fuse(rankings, weights, candidates, alive) if len(candidates) else []
+    places = {name: {id: rank for rank, id in enumerate(ids, 1)} for name, ids in best.items()}
     found: list[Hit] = []
     for at in range(0, len(joined), max(k, 64)):
         some = dict(joined[at : at + max(k, 64)])

@@ -1,11 +1,14 @@
 """The options of `bagu index` and `bagu search` (bagu/config/options.py). `--help` imports this file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from bagu.config import options
 from bagu.config.options import Argument, Option
+
+WEIGHTS: Mapping[str, float] = {"words": 1.0, "vectors": 1.0}  # of the rankings that a search joins
 
 
 @dataclass(frozen=True, kw_only=True)

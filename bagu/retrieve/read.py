@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bagu.data.encoding import HEAD, binary_format, recognise
 from bagu.errors import BaguError
 
 MAX_BYTES = 64 * 2**20
@@ -76,17 +77,19 @@ def extract(data: bytes, kind: str) -> str:
 
 
 def decode(data: bytes) -> str:
-    """UTF-8, or UTF-16 with its byte order mark."""
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        encoding = "utf-16"
-    elif b"\0" in data:
-        raise Unreadable("it holds zero bytes, so it is not text")
-    else:
-        encoding = "utf-8-sig"
+    """UTF-8, UTF-16, UTF-32 or GB18030 (bagu/data/encoding.py)."""
+    content = recognise(data[:HEAD], complete=len(data) <= HEAD)
+    if content == "binary":
+        raise Unreadable(f"it is not text: {binary_format(data) or 'it holds zero bytes or other control characters'}")
+    if content == "unknown":
+        raise Unreadable("it is not UTF-8, UTF-16, UTF-32 or GB18030: convert it")
     try:
-        return data.decode(encoding)
+        text = data.decode(content)
     except UnicodeDecodeError as error:
-        raise Unreadable(f"it is not {encoding.upper()[:6].strip('-')}: byte {error.start}; convert it") from error
+        raise Unreadable(f"it is not {content.upper()}: byte {error.start}; convert it") from error
+    if "\0" in text:
+        raise Unreadable("it holds zero bytes, so it is not text")
+    return text
 
 
 class _Html(html.parser.HTMLParser):

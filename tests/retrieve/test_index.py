@@ -221,8 +221,11 @@ class Letters:
     def embed(self, texts: list[str]) -> np.ndarray:
         return np.array([[text.count(chr(97 + i)) for i in range(26)] for text in texts], dtype=np.float32)
 
+    def embed_query(self, text: str) -> np.ndarray:
+        return np.asarray(self.embed([text])[0])
 
-def test_vectors_are_searched_exactly_and_joined_by_rank(tmp_path: Path) -> None:
+
+def test_vectors_are_searched_exactly_and_joined(tmp_path: Path) -> None:
     for name, text in {"a": "aaab", "b": "bbbb", "c": "cab", "d": "0 1 2"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     with Store(tmp_path / "idx") as store:

@@ -1,6 +1,6 @@
 // One streamed answer: its text, its tokens, and its speed.
 
-import { addSources } from "./documents.js";
+import { addSources } from "./sources.js";
 import { messageParts } from "./think.js";
 import { readToken } from "./tokens.js";
 import { addCalls } from "./toolcalls.js";

@@ -1,9 +1,9 @@
 // The body of an answer: thoughts folded, Markdown or JSON or tokens, tool calls folded, and whether JSON is valid.
 
-import { sourcesElement } from "./documents.js";
 import { el } from "./dom.js";
 import { jsonError } from "./formats.js";
 import { render } from "./markdown.js";
+import { sourcesElement } from "./sources.js";
 import { messageParts } from "./think.js";
 import { renderTokens } from "./tokens.js";
 import { renderCalls } from "./toolcalls.js";

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from bagu.retrieve.fuse import WEIGHTS
+from bagu.retrieve.options import WEIGHTS
 from bagu.retrieve.split import Chunking
 from bagu.serve.http.bodies import fields
 from bagu.serve.http.bodies.openai import Body, Word

@@ -20,10 +20,11 @@ from typing import Any
 
 from bagu.errors import BaguError
 from bagu.retrieve.core import Hit, search
-from bagu.retrieve.fuse import WEIGHTS
+from bagu.retrieve.options import WEIGHTS
 from bagu.retrieve.read import MAX_BYTES, Document, Unreadable, extract, kind_of
 from bagu.retrieve.split import Chunking
 from bagu.retrieve.store import File, Passage, Store
+from bagu.retrieve.table import TableEmbedder, is_table
 from bagu.retrieve.update import delete, prepare, put
 from bagu.serve.http.errors import ApiError
 
@@ -74,10 +75,16 @@ class Library:
         except sqlite3.Error as error:
             raise BaguError(f"{self.folder}: {error}", hint="give --files another folder") from error
         self.indexes: dict[str, Store] = {}
+        self._embedders: dict[str, TableEmbedder] = {}
         for name, path in (indexes or {}).items():
             if not re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII):
                 raise BaguError(f"--index {name}={path}", hint="a name has letters, digits, _, . and -")
-            self.indexes[f"vs_{name}"] = Store(path, read_only=True)
+            id = f"vs_{name}"
+            self.indexes[id] = store = Store(path, read_only=True)
+            if (about := store.meta("embedder")) is not None and is_table(Path(about["name"])):
+                self._embedders[id] = TableEmbedder(about["name"])
+            elif about is not None:  # a model would need torch in this process
+                print(f"bagu serve: {path} is searched by words: its embedder {about['name']} is not a table")
 
     def close(self) -> None:
         for store in (*self._open.values(), *self.indexes.values()):
@@ -231,7 +238,9 @@ class Library:
             self.store(owner, id)
             own = None if keep is None else lambda passage: keep(passage.attributes)
             with self._opened(id) as store:
-                hits = search(store, query[-QUERY_LENGTH:], k, keep=own, weights=weights)
+                hits = search(
+                    store, query[-QUERY_LENGTH:], k, keep=own, weights=weights, embedder=self._embedders.get(id)
+                )
                 files = store.files() if id in self.indexes and hits else {}
             for hit in hits:
                 file = f"file-{id}-{files[hit.passage.path].id}" if id in self.indexes else hit.passage.path

@@ -12,9 +12,15 @@ from bagu.serve.http.openapi.schemas import Schema
 READ_ONLY = {403: "An index of the server cannot be changed by requests."}
 MISSING = {404: "This API key has no file or vector store of this id."}
 PAGING = (
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}},
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-    {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "The last id of the page before."},
+    {"name": "limit", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 1, "maximum": 10_000}},
+    {"name": "order", "in": "query", "required": False, "schema": {"enum": ["asc", "desc"]}},
+    {
+        "name": "after",
+        "in": "query",
+        "required": False,
+        "schema": {"type": "string"},
+        "description": "The last id of the page before.",
+    },
 )
 BAD_PAGE = {400: "A parameter of the page is wrong."}
 

@@ -47,7 +47,12 @@ def _operations(path: str, item: dict[str, Any], document: dict[str, Any]) -> It
         if parameters := operation.get("parameters"):
             yield _table((p["name"], p["required"], p["schema"], p.get("description", "")) for p in parameters)
         if "requestBody" in operation:
-            yield from _body(operation["requestBody"]["content"]["application/json"]["schema"], document)
+            ((kind, content),) = operation["requestBody"]["content"].items()
+            if kind == "application/json":
+                yield from _body(content["schema"], document)
+            else:  # a form
+                fields = content["schema"]["properties"].items()
+                yield f"<h3>Body, {kind}</h3>" + _table((name, True, field, "") for name, field in fields)
         yield "<h3>Responses</h3><table>"
         for status, answer in operation["responses"].items():
             kinds = ", ".join(answer["content"])
