@@ -125,8 +125,8 @@ def main(given: TrainOptions) -> int:
     if other:
         raise ArgumentError(f"token_table has no option {other[0]}", hint=f"it has {', '.join(TAKEN)}")
     began, pairs = time.monotonic(), list(read_pairs(given.data or ("stdlib",)))
-    chosen = {"steps": given.steps, "lr": given.lr}
-    config = replace(TableConfig(), **{name: value for name, value in chosen.items() if value is not None})
+    usual = TableConfig()
+    config = replace(usual, steps=given.steps or usual.steps, lr=given.lr or usual.lr)
     print(f"{len(pairs):,} pairs; {config.steps} steps of {min(config.batch, len(pairs)):,}", flush=True)
 
     def told(step: int, loss: float) -> None:

@@ -54,6 +54,10 @@ CALLS = [  # deltas: the arguments of the first call arrive in two pieces
     {"tool_calls": [{"index": 1, "id": "c2", "function": {"name": "get_time", "arguments": "{}"}}]},
 ]
 
+PASSAGE = {"text": "The valve opens at 7 bar. <img src=x onerror=alert(1)>", "line": 3}
+SOURCE = {"number": 1, "filename": "docs/guide.md", "file_id": "file-1", "vector_store_id": "vs_docs", **PASSAGE}
+MARKS = [{"type": "url_citation", "number": 1, "verified": False, "why": "'9' is not in it"}]
+
 
 class Stub(ThreadingHTTPServer):
     """`bodies` are the chat requests in order; `left` is set when a client disconnects during an answer. An answer
@@ -76,6 +80,7 @@ class Stub(ThreadingHTTPServer):
         self.json = '{"city": "Lima", "population": 10092000}'
         self.models = ["tiny"]
         self.suggested: list[str] = []
+        self.stores: list[dict[str, str]] = []
         self.pause_after: str | None = None
         self.resume = threading.Event()
 
@@ -178,6 +183,10 @@ class Handler(BaseHTTPRequestHandler):
                     "suggested_prompts": self.server.suggested,
                 }  # fmt: skip
                 self.reply_json({"object": "list", "data": [{"id": id, **common} for id in self.server.models]})
+        elif self.path.startswith("/v1/vector_stores?"):
+            self.reply_json({"object": "list", "data": self.server.stores})
+        elif self.path == "/v1/vector_stores/vs_docs/files/file-1/content":
+            self.reply_json({"data": [{"type": "text", "text": "# Guide", "line": 1}, {**PASSAGE, "type": "text"}]})
         else:
             self.refuse(404, f"there is nothing at {self.path}")
 
@@ -248,7 +257,9 @@ class Handler(BaseHTTPRequestHandler):
             )
             if pause_after and sent.endswith(pause_after):
                 resume.wait(60)
-        yield chunk({}, "stop")
+        read = "file_search" in body and "zebra" not in asked
+        cited = {"sources": [SOURCE] if read else [], "annotations": MARKS if read else []}
+        yield chunk(cited if "file_search" in body else {}, "stop")
         usage = {"prompt_tokens": 9, "completion_tokens": len(parts), "total_tokens": 9 + len(parts)}
         yield {**chunk({}), "choices": [], "usage": usage}
         yield "[DONE]"

@@ -168,7 +168,7 @@ def filter_of(given: Any, place: str, depth: int = 0) -> Callable[[Mapping[str, 
     ):
         raise wrong(f".value is {value!r:.40}", "a list" if is_list else "a string, a number or true or false")
 
-    compare = COMPARE[kind]
+    compare = COMPARE[str(kind)]
 
     def passes(attributes: Mapping[str, Any]) -> bool:
         if key not in attributes:
