@@ -10,6 +10,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Container
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,7 +57,7 @@ def main(given: RetrieveBench, setting: BenchSetting) -> int:
         "docstring MRR@10, words": "{mrr:.3f} [{low:.3f}, {high:.3f}]".format(**found["words"]),
     }
     if given.hybrid:
-        for name in ("vectors", "hybrid", "hybrid_minus_words"):
+        for name in ("vectors", "by_rank", "hybrid", "hybrid_minus_words"):
             shown[f"docstring MRR@10, {name.replace('_', ' ')}"] = "{mrr:.3f} [{low:.3f}, {high:.3f}]".format(
                 **found[name]
             )
@@ -115,8 +116,21 @@ def _large(queries: list[str], passages: int) -> dict[str, float]:
     return {"large_passages": passages, "large_query_ms": 1e3 * median(times)}
 
 
-def _docstring(functions: list[Function], count: int, *, hybrid: bool) -> dict[str, Any]:
-    """The mean reciprocal rank of `count` held-out queries among all functions, with an interval over files."""
+@dataclass(frozen=True, kw_only=True)
+class Gains:
+    """1 / rank of each query by each ranking, and the query's file."""
+
+    gains: dict[str, list[float]]
+    files: list[str]
+    pairs: int = 0
+    train_cpu_s: float = 0.0
+
+
+def docstring_gains(
+    functions: list[Function], count: int, *, hybrid: bool, installed: bool = True, steps: int | None = None
+) -> Gains:
+    """The reciprocal ranks of `count` held-out queries among all functions. `hybrid` trains a table on the other files
+    and, with `installed`, on the packages."""
     held = held_ids(list(dict.fromkeys(f.file for f in functions)), fraction=HELD_OUT, seed=0)
     db = sqlite3.connect(":memory:")
     db.executescript(postings.SCHEMA)
@@ -124,36 +138,50 @@ def _docstring(functions: list[Function], count: int, *, hybrid: bool) -> dict[s
     lexicon = postings.Lexicon.load(db)
     asked = [i for i, f in enumerate(functions) if f.file in held and list(terms(first_sentence(f.docstring)))]
     asked = random.Random(0).sample(asked, min(count, len(asked)))
-    files = [functions[i].file for i in asked]
-    about: dict[str, Any] = {"functions": len(functions), "queries": len(asked)}
-    gains: dict[str, list[float]] = {"words": []}
+    found = Gains(gains={"words": []}, files=[functions[i].file for i in asked])
     table = None
     if hybrid:
         began = time.process_time()
-        pairs = _training_pairs(functions, held)
-        words, passages, queries = train_table(pairs, TableConfig())
-        about |= {"pairs": len(pairs), "train_cpu_s": time.process_time() - began}
-        with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder), words, passages, queries)
-            table = TableEmbedder(folder)
+        pairs = _training_pairs(functions, held, installed=installed)
+        config = TableConfig() if steps is None else TableConfig(steps=steps)
+        table = _table(*train_table(pairs, config))
         dense = vectors.normalized(table.embed([f.answer for f in functions]))
-        gains |= {"vectors": [], "hybrid": []}
+        gains: dict[str, list[float]] = {"words": [], "vectors": [], "by_rank": [], "hybrid": []}
+        found = replace(found, gains=gains, pairs=len(pairs), train_cpu_s=time.process_time() - began)
     everyone, alive = np.arange(len(functions)), np.ones(len(functions), dtype=bool)
     for i in asked:
         query = first_sentence(functions[i].docstring)
         scores, _ = lexicon.score(db, terms(query))
-        gains["words"].append(_gain(scores, i))
+        found.gains["words"].append(_gain(scores, i))
         if table is not None:
             near = vectors.cosines(dense, table.embed_query(query), alive)
             order = [id for id, _ in fuse({"words": scores, "vectors": near}, WEIGHTS, everyone, alive)[:10]]
-            gains["vectors"].append(_gain(near, i))
-            gains["hybrid"].append(1 / (1 + order.index(i)) if i in order else 0.0)
+            by_rank = sum(1 / (60 + np.argsort(np.argsort(-ranking, kind="stable"))) for ranking in (scores, near))
+            found.gains["vectors"].append(_gain(near, i))
+            found.gains["by_rank"].append(_gain(np.asarray(by_rank), i))
+            found.gains["hybrid"].append(1 / (1 + order.index(i)) if i in order else 0.0)
+    return found
+
+
+def _docstring(functions: list[Function], count: int, *, hybrid: bool) -> dict[str, Any]:
+    """The mean reciprocal rank by each ranking, with an interval over files."""
+    found = docstring_gains(functions, count, hybrid=hybrid)
+    about: dict[str, Any] = {"functions": len(functions), "queries": len(found.files)}
+    values = dict(found.gains)
     if hybrid:
-        gains["hybrid_minus_words"] = [a - b for a, b in zip(gains["hybrid"], gains["words"], strict=True)]
-    for name, values in gains.items():
-        score = estimate(values, files)
+        about |= {"pairs": found.pairs, "train_cpu_s": found.train_cpu_s}
+        values["hybrid_minus_words"] = [a - b for a, b in zip(values["hybrid"], values["words"], strict=True)]
+    for name, gains in values.items():
+        score = estimate(gains, found.files)
         about[name] = {"mrr": score.mean, "low": score.low, "high": score.high}
     return about
+
+
+def _table(words: list[str], passages: np.ndarray, queries: np.ndarray) -> TableEmbedder:
+    """As it is read from a file: fp16."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder), words, passages, queries)
+        return TableEmbedder(folder)
 
 
 def _gain(scores: np.ndarray, i: int) -> float:
@@ -162,12 +190,13 @@ def _gain(scores: np.ndarray, i: int) -> float:
     return 1 / rank if rank <= 10 and scores[i] > 0 else 0.0
 
 
-def _training_pairs(functions: list[Function], held: Container[str]) -> list[tuple[str, str]]:
+def _training_pairs(functions: list[Function], held: Container[str], *, installed: bool) -> list[tuple[str, str]]:
     """Pairs of the library's other files and of the installed packages, without any that has the first sentence or the
     code of a held-out function: packages copy parts of the library."""
     tested = [f for f in functions if f.file in held]
     sentences = {first_sentence(f.docstring).strip().lower() for f in tested}
     codes = {"".join(f.answer.split()) for f in tested}
     own = [(first_sentence(f.docstring), f.answer) for f in functions if f.file not in held]
-    other = [(pair.query, pair.passage) for pair in docstring_pairs(installed_folders())]
+    folders = installed_folders() if installed else []
+    other = [(pair.query, pair.passage) for pair in docstring_pairs(folders)]
     return [(q, p) for q, p in own + other if q.strip().lower() not in sentences and "".join(p.split()) not in codes]

@@ -14,7 +14,7 @@ from bagu.errors import BaguError, UnknownName
 from bagu.lab.core import Lab
 
 HERE = Path(__file__).parent
-THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu", "process")
+THEMES = ("numerics", "model", "train", "post_train", "eval", "parallel", "serve", "gpu", "retrieve", "process")
 FRAME = {HERE / f"{name}.py" for name in ("core", "plot", "rows")}  # shared by all labs: no part of one lab's code
 START = "\nLAB = Claim("
 CALLED = {f.__name__: f for f in (len, map, max, min, range, str, tuple, zip)}  # by constants and texts of labs

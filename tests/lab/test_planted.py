@@ -61,6 +61,21 @@ bytes_: Row = {"model": "m", "sequences": 1, "measured_bytes": 100, "textbook_by
 CELLS = [(name, normalized, ratio) for name in ("SGD", "Adam") for normalized in (False, True) for ratio in (1, 10)]
 
 
+def ranked(vectors: float, joined: float) -> list[Row]:
+    """Rankings whose gains over words have these lower ends."""
+    gains = {"words": 0.0, "vectors": vectors, "by_rank": 0.0, "hybrid": joined}
+    return [{"ranking": n, "mrr": 0.3 + g, "more_low": g, "more_high": g + 0.01} for n, g in gains.items()]
+
+
+def chunked(middle: float, gain: float) -> list[Row]:
+    """Shares found: 0.5 at the ends, `middle` at 256 tokens, where overlap gains this much."""
+    plain = [
+        {"size_tokens": size, "overlap_tokens": 0, "found": share, "high": share + 0.02}
+        for size, share in ((32, 0.5), (256, middle), (1024, 0.5))
+    ]
+    return [*plain, {"size_tokens": 256, "overlap_tokens": 64, "overlap_gain": gain, "overlap_gain_low": gain}]
+
+
 def scaled(name: str, normalized: bool, ratio: int, steps: int) -> Row:
     return {"optimizer": name, "normalized": normalized, "ratio": ratio, "steps": steps, "budget": 500}
 
@@ -179,6 +194,8 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
             [norm("raw", 0, 0), norm("tokens", -0.3, -0.1), norm("characters", -0.3, -0.1)],
         ),
         "numpy_lists": (ver.sum_times(1000, loop=2, type_=2, layout=8), ver.sum_times(10, loop=4, type_=2, layout=3)),
+        "hybrid_search": (ranked(0.02, 0.05), ranked(-0.05, -0.01)),
+        "chunk_size": (chunked(0.8, 0.01), chunked(0.2, -0.01)),
         "numpy_parallel": (
             [{"call": "dot", "cores": 2, "busy_cores": 1.9}],
             [{"call": "sort", "cores": 2, "busy_cores": 1.0}],

@@ -1,0 +1,1 @@
+"""Labs about retrieval: words against vectors, the size of a passage."""
