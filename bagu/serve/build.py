@@ -5,6 +5,7 @@ from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
 from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear, StackedLinear
 from bagu.serve.config import EngineConfig
+from bagu.serve.kv.groups import layer_groups
 from bagu.serve.kv.paged import PagedKV, cache_dtype
 from bagu.serve.kv.pool import Pool
 from bagu.serve.limits import SchedulerConfig
@@ -25,13 +26,11 @@ def eos_ids(model: Transformer, tokenizer: Tokenizer | None, config: EngineConfi
 
 def scheduler_config(model: Transformer, config: EngineConfig, pool: Pool, stops: tuple[int, ...]) -> SchedulerConfig:
     """`stops` are the end-of-text tokens."""
-    windows = [model.config.window(i) for i in range(model.config.num_layers)]
     return SchedulerConfig(
         max_model_len=pool.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.step_tokens(model.embedding.weight.device.type),
         eos_ids=stops,
-        window=None if None in windows else max(w for w in windows if w is not None),
     )
 
 
@@ -40,7 +39,8 @@ def build_runner(model: Transformer, config: EngineConfig, pool: Pool, ranks: Ra
     spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
     dtype = cache_dtype(config.kv_dtype, table.dtype)
     heads, num_blocks = local_heads(model.config, config.tp), pool.num_blocks + spare
-    kv = PagedKV(heads, num_blocks, pool.block_size, device=table.device, dtype=dtype)
+    groups = layer_groups(model.config)
+    kv = PagedKV(heads, num_blocks, pool.block_size, device=table.device, dtype=dtype, groups=groups)
     if ranks is not None:
         return LeadRunner(model, kv, config, pool.max_model_len, ranks)
     linear = StackedLinear if table.is_cuda else GroupedLinear

@@ -37,6 +37,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.compiler import GrammarCompiler
 from bagu.serve.generate import GenerationMixin
 from bagu.serve.kv.blocks import Blocks, IntegrityError
+from bagu.serve.kv.groups import layer_groups
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.pending import LaunchedStep, SampledStep
 from bagu.serve.plan import Sequence
@@ -95,7 +96,8 @@ class Engine(GenerationMixin):
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
         stops = eos_ids(model, tokenizer, config)
-        self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache)
+        groups = layer_groups(model.config)
+        self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache, groups=groups)
         self.speculator = build_speculator(model, tokenizer, config, pool, draft)
         self.scheduler = Scheduler(scheduler_config(model, config, pool, stops), self.blocks, self.speculator)
         self.adapters = AdapterRegistry(model, max_adapters=config.adapter_slots, max_rank=config.max_adapter_rank)

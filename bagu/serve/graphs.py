@@ -79,14 +79,17 @@ def padding(tokens: int, sequences: int, max_len: int) -> Padding:
 class GraphInputs:
     """The inputs of the graph of a bucket, in one buffer on the device."""
 
-    def __init__(self, size: Bucket, block_size: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self, size: Bucket, block_size: int, max_num_seqs: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         tokens = (np.int64, (size.tokens,))
         blocks = -(-size.context // block_size)
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-            "ids": tokens, "positions": tokens, "slots": tokens, "late_rows": tokens, "late_samples": tokens,
+            "ids": tokens, "positions": tokens, "slots": (np.int64, (num_groups, size.tokens)),
+            "late_rows": tokens, "late_samples": tokens,
             "sample_rows": (np.int64, (size.tokens + max_num_seqs,)),  # the choices of a prompt share a row
             "cu_seqlens": (np.int32, (size.sequences + 1,)), "context_lens": (np.int32, (size.sequences,)),
-            "tables": (np.int32, (size.sequences, blocks)),
+            "tables": (np.int32, (num_groups, size.sequences, blocks)),
         }  # fmt: skip
         if size.adapters:
             fields["adapters"] = tokens
@@ -97,10 +100,10 @@ class GraphInputs:
         self.batch = Batch(
             ids=views["ids"],
             positions=views["positions"],
-            slots=views["slots"],
+            slots=views["slots"].unbind(),
             cu_seqlens=views["cu_seqlens"],
             context_lens=views["context_lens"],
-            block_tables=views["tables"],
+            block_tables=views["tables"].unbind(),
             max_len=size.max_len,
             max_context=size.context,
             num_decodes=size.sequences if only_decodes else 0,
@@ -113,7 +116,7 @@ class GraphInputs:
         """Copy a step to the device, with its padding in block `spare`."""
         host = torch.empty(len(self.buffer), dtype=torch.uint8, pin_memory=self.buffer.is_cuda)
         into = host.numpy().view(self.layout)[0]
-        T, S, P = len(step.ids), len(step.context_lens), into["tables"].shape[1]
+        T, S, P = len(step.ids), len(step.context_lens), into["tables"].shape[2]
         for name, array, value in (
             ("ids", step.ids, 0),
             ("positions", step.positions, 0),
@@ -121,14 +124,14 @@ class GraphInputs:
             ("adapters", step.adapters, NO_ADAPTER),
         ):
             if array is not None:
-                into[name][:T] = array
-                into[name][T:] = value
+                into[name][..., :T] = array
+                into[name][..., T:] = value
         into["cu_seqlens"][: S + 1], into["cu_seqlens"][S + 1 :] = step.cu_seqlens, more.ends
         into["context_lens"][:S], into["context_lens"][S:] = step.context_lens, more.lengths
         # Entries behind the context of a sequence are blocks of the pool too: a kernel may compute their addresses.
-        tables = step.tables[step.table_rows, :P]
-        into["tables"][:S, : tables.shape[1]] = tables
-        into["tables"][:S, tables.shape[1] :] = into["tables"][S:] = spare
+        tables = step.tables[:, step.table_rows, :P]
+        into["tables"][:, :S, : tables.shape[2]] = tables
+        into["tables"][:, :S, tables.shape[2] :] = into["tables"][:, S:] = spare
         into["late_rows"][: len(step.late)], into["late_samples"][: len(step.late)] = step.late.T
         if step.sample_rows is not None:
             into["sample_rows"][: len(step.sample_rows)] = step.sample_rows
@@ -233,7 +236,8 @@ class GraphDecode:
         self.load(step)
 
     def _inputs(self, size: Bucket) -> GraphInputs:
-        return GraphInputs(size, self.kv.block_size, self.max_num_seqs, self.kv.tensors[0].device)
+        device = self.kv.tensors[0].device
+        return GraphInputs(size, self.kv.block_size, self.max_num_seqs, device, len(self.kv.groups))
 
     def _capture(self, inputs: GraphInputs) -> Captured:
         batch = inputs.batch

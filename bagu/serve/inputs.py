@@ -31,15 +31,16 @@ def sample_rows(plan: Plan) -> np.ndarray | None:
 
 
 class StepArrays(NamedTuple):
-    """The inputs of a step on the host. T = tokens, S = sequences, L = late tokens, N = samples."""
+    """The inputs of a step on the host. T = tokens, S = sequences, R = groups of layers, L = late tokens,
+    N = samples."""
 
     ids: np.ndarray  # [T] int64; any token where it is late
     positions: np.ndarray  # [T] int64
-    slots: np.ndarray  # [T] int64: in the KV pool, as in `Batch`
+    slots: np.ndarray  # [R, T] int64: in the KV pool, as in `Batch`
     adapters: np.ndarray | None  # [T] int64: slots of their adapters
     cu_seqlens: np.ndarray  # [S + 1] int32
     context_lens: np.ndarray  # [S] int32
-    tables: np.ndarray  # int32: the block tables of all running sequences
+    tables: np.ndarray  # [R, max_num_seqs, blocks] int32: the block tables of all running sequences, by groups
     table_rows: np.ndarray  # [S]: their rows
     late: np.ndarray  # [L, 2] int64: rows of T, and indices into the tokens that the previous step samples
     sample_rows: np.ndarray | None  # [N] int64
@@ -48,15 +49,16 @@ class StepArrays(NamedTuple):
 
 
 class StepInputs:
-    """Owns the block tables, one row per running sequence, and updates a few entries per step; a step allocates only
-    its results and small index tensors."""
+    """Owns the block tables, one row per running sequence and group of layers, and updates a few entries per step; a
+    step allocates only its results and small index tensors."""
 
     def __init__(
         self, kv: PagedKV, device: torch.device, max_num_seqs: int, max_model_len: int, *, adapters: bool
     ) -> None:
         """`adapters`: sequences may have LoRA adapters."""
         self.kv, self.device, self._has_adapters = kv, device, adapters
-        self.tables = np.zeros((max_num_seqs, -(-max_model_len // kv.block_size)), dtype=np.int32)
+        rows, columns = len(kv.groups) * max_num_seqs, -(-max_model_len // kv.block_size)
+        self.tables = np.zeros((rows, columns), dtype=np.int32)
 
     @property
     def table_positions(self) -> int:
@@ -102,15 +104,15 @@ class StepInputs:
         ids, positions, slots, *which, rows = self.to_device(
             host.ids, host.positions, host.slots, *host.late.T, sampled
         )
-        tables = host.tables[host.table_rows, : -(-plan.max_context // self.kv.block_size)]
+        tables = host.tables[:, host.table_rows, : -(-plan.max_context // self.kv.block_size)]
         cu_seqlens, context_lens, block_tables = self.to_device(host.cu_seqlens, host.context_lens, tables)
         batch = Batch(
             ids=ids,
             positions=positions,
-            slots=slots,
+            slots=slots.unbind(),
             cu_seqlens=cu_seqlens,
             context_lens=context_lens,
-            block_tables=block_tables,
+            block_tables=block_tables.unbind(),
             max_len=plan.max_len,
             max_context=plan.max_context,
             num_decodes=n,
@@ -129,14 +131,15 @@ class StepInputs:
             offsets = np.array(plan.cu_seqlens, dtype=np.int32)
             owner = rows.repeat(np.diff(offsets))
         block, place = np.divmod(places, B)
+        tables = self.tables.reshape(len(self.kv.groups), -1, self.tables.shape[1])
         return StepArrays(
             ids=ids.clip(min=0),
             positions=places,
-            slots=self.tables[owner, block] * np.int64(B) + place,
+            slots=tables[:, owner, block] * np.int64(B) + place,
             adapters=self.adapter_slots(plan),
             cu_seqlens=offsets,
             context_lens=lengths.astype(np.int32),
-            tables=self.tables,
+            tables=tables,
             table_rows=rows,
             late=np.array(plan.late, dtype=np.int64).reshape(-1, 2),
             sample_rows=sample_rows(plan),

@@ -103,8 +103,9 @@ class Plan:
 
     Slices of one token come first (`num_decodes` of them), so that decodes can run as one batch of equal shape, then
     those of a few tokens (drafts, or tokens that a grammar forces), then chunks of prompts.
-    `block_tables` are the scheduler's own lists, not copies: read them before the next `plan()`. An engine
-    that keeps block tables on the device writes `table_writes` to rows `table_rows` instead, a few entries a step.
+    `block_tables` are the scheduler's own lists, not copies: read them before the next `plan()`. An engine that keeps
+    block tables on the device writes `table_writes` instead, a few entries a step: group g of slice s has row
+    g * max_num_seqs + table_rows[s].
     """
 
     number: int
@@ -115,7 +116,7 @@ class Plan:
     cu_seqlens: list[int]  # [S + 1]
     context_lens: list[int]  # [S]: past and new tokens
     table_rows: list[int]  # [S]
-    table_writes: list[tuple[int, int, int]]  # (table_row, entry, block): changes since the last plan
+    table_writes: list[tuple[int, int, int]]  # (row, entry, block): changes since the last plan
     sampled: list[Sequence]  # [N]: sequences to sample; the n choices of one prompt share a row for their first token
     sample_rows: list[int]  # [N]: rows of T
     next_drafts: list[int]  # [N]: the drafted token that follows the row, or NO_DRAFT
@@ -139,8 +140,8 @@ class Plan:
         return before
 
     @property
-    def block_tables(self) -> list[list[int]]:
-        """[S]; with a sliding window, entries before the window are DEAD."""
+    def block_tables(self) -> list[list[list[int]]]:
+        """[S, groups]; with a sliding window, entries before the window are DEAD."""
         return [s.sequence.table.blocks for s in self.slices if s.sequence.table is not None]
 
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from bagu.errors import ArgumentError
 from bagu.serve.adapters.info import Resident
-from bagu.serve.kv.blocks import Blocks, IntegrityError, Table
+from bagu.serve.kv.blocks import Blocks, IntegrityError, Prefix, Table
 from bagu.serve.limits import SchedulerConfig, check_servable
 from bagu.serve.plan import Plan, PlanBuilder, Sequence
 from bagu.serve.request import Request
@@ -44,7 +44,7 @@ class SequenceQueues:
         """Queue a request; raises Unservable if it could not run even alone. It takes no block until it is planned."""
         if request.id in self.requests:
             raise ArgumentError(f"there is already a request {request.id!r}", hint="use a unique id")
-        check_servable(request, self.config, num_blocks=self.blocks.num_blocks, block_size=self.blocks.block_size)
+        check_servable(request, self.config, self.blocks)
         sampling, serial = request.sampling, next(self._serial)
         age = request.priority + request.arrival / AGING_S
         goes_on = sampling.ignore_eos and sampling.grammar is None  # after a complete text of a grammar nothing follows
@@ -96,24 +96,30 @@ class SequenceQueues:
 
     def reserve(self, builder: PlanBuilder, sequence: Sequence, table: Table, upto: int) -> None:
         """Give a sequence blocks for its positions up to `upto`."""
-        start, before = sequence.planned, len(table.blocks)
-        copy = self.blocks.reserve(table, start, upto)
-        if copy is not None:
-            builder.copies.append(copy)
-            self._writes.append((sequence.table_row, start // self.blocks.block_size, copy[1]))
-        self._writes.extend((sequence.table_row, at, table.blocks[at]) for at in range(before, len(table.blocks)))
+        start, before = sequence.planned, table.columns
+        for group, source, destination in self.blocks.reserve(table, start, upto):
+            builder.copies.append((source, destination))
+            row = group * self.config.max_num_seqs + sequence.table_row
+            self._writes.append((row, start // self.blocks.block_size, destination))
+        self._write_row(sequence, table, before)
+
+    def _write_row(self, sequence: Sequence, table: Table, first: int = 0) -> None:
+        """Write the table from entry `first` on, each group to its row."""
+        for group, blocks in enumerate(table.blocks):
+            row = group * self.config.max_num_seqs + sequence.table_row
+            self._writes.extend((row, at, blocks[at]) for at in range(first, len(blocks)))
 
     def register(self, table: Table, sequence: Sequence, computed: int) -> None:
         """Put the blocks that the first `computed` positions fill into the prefix cache."""
         self.blocks.register(table, sequence.tokens, sequence.keys, computed, sequence.root)
 
-    def begin(self, sequence: Sequence, hits: list[int], dead: int) -> None:
-        """Start to run a sequence, with the blocks `hits` of the prefix cache at the beginning of its table."""
-        sequence.table = self.blocks.new_table(hits, dead=dead)
-        sequence.planned = sequence.computed = len(hits) * self.blocks.block_size
+    def begin(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Start to run a sequence, with the blocks of a cached prefix at the beginning of its table."""
+        sequence.table = self.blocks.new_table(prefix)
+        sequence.planned = sequence.computed = prefix.columns * self.blocks.block_size
         for choice in (sequence, *sequence.forks):
             choice.table_row = self.free_rows.pop()
-        self._writes.extend((sequence.table_row, at, block) for at, block in enumerate(sequence.table.blocks))
+        self._write_row(sequence, sequence.table)
         if self.blocks.prefix_cache:
             self.looked_up_tokens += len(sequence.tokens)
             self.hit_tokens += sequence.computed
@@ -128,7 +134,7 @@ class SequenceQueues:
             child.table = self.blocks.fork(table)
             child.planned = child.computed = sequence.computed
             child.keys = sequence.keys.copy()
-            self._writes.extend((child.table_row, at, block) for at, block in enumerate(child.table.blocks))
+            self._write_row(child, child.table)
             insort(self.running, child, key=RANK)
         sequence.forks = []
 
@@ -191,9 +197,11 @@ def audit(
         "queues are sorted by rank": all(list(q) == sorted(q, key=lambda s: s.rank) for q in queues),
         "every unfinished sequence is in a queue": queued == {s for choices in requests.values() for s in choices},
         "waiting sequences hold no blocks": all(s.table is None and not s.planned and not s.in_flight for s in waiting),
-        "tables cover all planned positions": all(h.planned <= len(t.blocks) * B for h, t in tables.items()),
+        "tables cover all planned positions": all(h.planned <= t.columns * B for h, t in tables.items()),
         "only blocks outside the window are released": all(
-            t.dead <= config.dead_blocks(h.computed, B) for h, t in tables.items()
+            len(dead) <= len(group.dead(h.computed, B))
+            for h, t in tables.items()
+            for dead, group in zip(t.dead, blocks.groups, strict=True)
         ),
         "registered blocks have the tokens of their sequence": all(_holds_its_tokens(blocks, h) for h in tables),
     }
@@ -206,8 +214,9 @@ def _holds_its_tokens(blocks: Blocks, sequence: Sequence) -> bool:
     """Whether every registered block of the sequence's table was computed from the sequence's tokens."""
     table, B = sequence.table, blocks.block_size
     assert table is not None
-    for at in range(table.dead, len(table.blocks)):
-        content = blocks.contents[table.blocks[at]]
-        if content is not None and content.tokens != tuple(sequence.tokens[at * B : (at + 1) * B]):
-            return False
+    for own, dead in zip(table.blocks, table.dead, strict=True):
+        for at in (i for i in range(len(own)) if i not in dead):
+            content = blocks.contents[own[at]]
+            if content is not None and content.tokens != tuple(sequence.tokens[at * B : (at + 1) * B]):
+                return False
     return True

@@ -143,8 +143,8 @@ class Scheduler:
     def _draft_room(self, table: Table, start: int) -> int:
         """How many drafts may follow position `start`: in blocks that the table has, or that would be left if every
         running sequence took one more."""
-        blocks = len(table.blocks) + max(self.blocks.available - len(self.queues.running), 0)
-        return max(blocks * self.blocks.block_size - start - 1, 0)
+        columns = table.columns + max(self.blocks.available // len(table.blocks) - len(self.queues.running), 0)
+        return max(columns * self.blocks.block_size - start - 1, 0)
 
     def _advance(self, builder: PlanBuilder, spare: int, drafts: Mapping[Sequence, Seq[int]]) -> int:
         """Plan the next tokens of the running sequences, by rank; returns the rest of the token budget."""
@@ -161,7 +161,7 @@ class Scheduler:
             length = 1 if todo == 1 else min(todo, spare + 1)
             table = sequence.table
             assert table is not None
-            if table.shared or start + length > len(table.blocks) * B:
+            if table.shared or start + length > table.columns * B:
                 length = self._make_room(builder, sequence, table, length)
                 if not length:
                     continue
@@ -201,7 +201,6 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, spare: int) -> None:
         """Start waiting sequences, by rank, while there are tokens, rows and blocks for the first of the queue."""
-        B = self.blocks.block_size
         while self.queues.waiting and spare > 0:
             sequence = self.queues.waiting[0]
             known = min(len(sequence.tokens), sequence.end)
@@ -212,14 +211,11 @@ class Scheduler:
             if running and running + choices > self._step_tokens:  # each needs a token per step
                 return
             limit = self._hit_limit(sequence, known)
-            hits = self.blocks.match(sequence.tokens, sequence.keys, limit=limit, root=sequence.root)
-            dead = self.config.dead_blocks(len(hits) * B, B)
-            most = self.config.max_blocks(known, B)
-            idle = sum(not self.blocks.refs[b] for b in hits[dead:])
-            if min(most, -(-known // B) - dead) - (len(hits) - dead) > self.blocks.available - idle:
+            prefix = self.blocks.match(sequence.tokens, sequence.keys, limit=limit, root=sequence.root)
+            if not self.blocks.fits(prefix, known):
                 return
             self.queues.waiting.pop(0)
-            self.queues.begin(sequence, hits, dead)
+            self.queues.begin(sequence, prefix)
             table = sequence.table
             assert table is not None
             start = sequence.planned
@@ -253,8 +249,7 @@ class Scheduler:
             sequence.planned = computed  # the drafts that are accepted add to it
         if computed // self.blocks.block_size > table.registered:
             self.queues.register(table, sequence, computed)
-        if self.config.window is not None:
-            self.blocks.release_leading(table, self.config.dead_blocks(computed, self.blocks.block_size))
+        self.blocks.release_outside(table, computed)
         if sequence.scores and computed > sequence.score_next:
             sequence.score_next = computed
         if samples and sequence.forks:

@@ -7,9 +7,11 @@ released too early changes the text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bagu.serve.kv.blocks import Blocks
+from bagu.serve.kv.blocks import ONE_GROUP, Blocks
+from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.limits import SchedulerConfig
 from bagu.serve.plan import LATE, Plan
 from bagu.serve.request import Request, Sampling
@@ -22,7 +24,13 @@ def draw(seen: list[int], choice: int) -> int:
     return hash((*seen[-64:], len(seen), choice)) % VOCAB
 
 
-def alone(request: Request, window: int | None) -> list[list[int]]:
+def visible(values: list[int], groups: Sequence[LayerGroup]) -> list[int]:
+    """The values that the last token attends to, in each group of layers."""
+    n = len(values)
+    return [v for g in groups for i, v in enumerate(values) if g.window is None or i < g.first or n - 1 - i < g.window]
+
+
+def alone(request: Request, groups: Sequence[LayerGroup] = ONE_GROUP) -> list[list[int]]:
     """The reference: one contiguous list of values per choice, without pool and batch."""
     texts = []
     for choice in range(request.sampling.n):
@@ -32,7 +40,7 @@ def alone(request: Request, window: int | None) -> list[list[int]]:
         while len(text) < request.sampling.max_tokens:
             for token in tokens[len(values) :]:
                 values.append(hash((values[-1] if values else 0, token)))
-            text.append(draw(values[-(window or len(values)) :], choice))
+            text.append(draw(visible(values, groups), choice))
             tokens.append(text[-1])
             if text[-1] in (EOS, STOP) and len(text) >= request.sampling.min_tokens:
                 break
@@ -77,7 +85,7 @@ class FakeEngine:
         return True
 
     def run(self, plan: Plan) -> list[int]:
-        B, window = self.scheduler.blocks.block_size, self.scheduler.config.window
+        B, groups = self.scheduler.blocks.block_size, self.scheduler.blocks.groups
         for source, target in plan.copies:
             self.pool[target] = list(self.pool[source])
         self.rows.update({(row, at): block for row, at, block in plan.table_writes})
@@ -91,19 +99,23 @@ class FakeEngine:
         # another slice of the plan writes. Here a value needs the previous one: slices of earlier positions run first.
         for s, piece in sorted(enumerate(plan.slices), key=lambda at: at[1].start):
             low, high = plan.cu_seqlens[s], plan.cu_seqlens[s + 1]
-            table, table_row = plan.block_tables[s], plan.table_rows[s]
+            tables, table_row = plan.block_tables[s], plan.table_rows[s]
             assert plan.positions[low:high] == list(range(piece.start, piece.start + piece.length))
             assert plan.context_lens[s] == piece.start + piece.length <= plan.max_context
             assert high - low == piece.length <= plan.max_len and (piece.length == 1) == (s < plan.num_decodes)
             for row in range(low, high):
                 p = plan.positions[row]
-                last = self.pool[table[(p - 1) // B]][(p - 1) % B] if p else 0
-                self.pool[table[p // B]][p % B] = hash((last, ids[row]))
-                first = 0 if window is None else max(0, p - window + 1)
-                assert all(self.rows[table_row, at] == table[at] for at in range(first // B, p // B + 1))
-                seen = [self.pool[table[q // B]][q % B] for q in range(first, p + 1)]
-                assert None not in seen
-                outputs[row] = seen  # type: ignore[assignment]
+                outputs[row] = []
+                # A group keeps at least the last position before a new one if its window is 2 or more.
+                wide = max(range(len(groups)), key=lambda g: groups[g].window or 1 << 30)
+                last = self.pool[tables[wide][(p - 1) // B]][(p - 1) % B] if p else 0
+                for g, table in enumerate(tables):
+                    self.pool[table[p // B]][p % B] = hash((last, ids[row]))
+                    seen = visible(list(range(p + 1)), groups[g : g + 1])
+                    own_row = g * self.scheduler.config.max_num_seqs + table_row
+                    assert all(self.rows[own_row, at] == table[at] for at in {q // B for q in seen})
+                    outputs[row] += [self.pool[table[q // B]][q % B] for q in seen]  # type: ignore[misc]
+                assert None not in outputs[row]
             self.scored.setdefault(piece.sequence.request.id, []).extend(piece.scored)
         return [draw(outputs[r], s.index) for s, r in zip(plan.sampled, plan.sample_rows, strict=True)]
 
@@ -119,10 +131,11 @@ def engine(
     depth: int = 1,
     audit: bool = True,
     prefix_cache: bool = True,
+    groups: Sequence[LayerGroup] = ONE_GROUP,
     **config: int,
 ) -> FakeEngine:
     limits = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 32, **config}
-    blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache)
+    blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache, groups=groups)
     return FakeEngine(Scheduler(SchedulerConfig(eos_ids=(EOS,), **limits), blocks), depth=depth, audit=audit)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bagu.errors import ArgumentError
 from bagu.serve.kv import blocks as module
 from bagu.serve.kv.blocks import DEAD, Blocks, IntegrityError, Table
+from bagu.serve.kv.groups import LayerGroup
 
 
 class Writer:
@@ -23,13 +24,14 @@ class Writer:
 
     def begin(self, tokens: list[int]) -> Table | None:
         """A sequence of `tokens` on what the cache has of them; None where it does not fit."""
-        hits = self.blocks.match(tokens)
-        idle = sum(not self.blocks.refs[b] for b in hits)
-        if -(-len(tokens) // self.blocks.block_size) - len(hits) > self.blocks.available - idle:
+        prefix = self.blocks.match(tokens)
+        if not self.blocks.fits(prefix, len(tokens)):
             return None
-        table = self.blocks.new_table(hits)
-        self.lists[table] = tokens[: len(hits) * self.blocks.block_size]
-        self.write(table, tokens[len(self.lists[table]) :])
+        table = self.blocks.new_table(prefix)
+        self.lists[table] = tokens[: prefix.columns * self.blocks.block_size]
+        for token in tokens[len(self.lists[table]) :]:
+            assert self.write(table, [token]), "`fits` promised room, token by token"
+            self.blocks.release_outside(table, len(self.lists[table]))
         return table
 
     def write(self, table: Table, tokens: list[int]) -> bool:
@@ -38,12 +40,12 @@ class Writer:
         if self.blocks.blocks_needed(table, start, upto) > self.blocks.available:
             assert self.blocks.positions_available(table, start) < len(tokens)
             return False
-        copy = self.blocks.reserve(table, start, upto)
-        if copy is not None:
-            self.pool[copy[1]] = list(self.pool[copy[0]])
+        for _, source, destination in self.blocks.reserve(table, start, upto):
+            self.pool[destination] = list(self.pool[source])
         self.lists[table] = self.lists[table] + tokens
         for p in range(start, upto):
-            self.pool[table.blocks[p // self.blocks.block_size]][p % self.blocks.block_size] = self.lists[table][p]
+            for blocks in table.blocks:
+                self.pool[blocks[p // self.blocks.block_size]][p % self.blocks.block_size] = self.lists[table][p]
         self.blocks.register(table, self.lists[table], [], upto)
         return True
 
@@ -60,10 +62,11 @@ class Writer:
         self.blocks.check_integrity()
         B = self.blocks.block_size
         for table, tokens in self.lists.items():
-            read = [self.pool[table.blocks[p // B]][p % B] for p in range(table.dead * B, len(tokens))]
-            assert read == tokens[table.dead * B :]
-        for content, kept in zip(self.blocks.contents, self.pool, strict=True):
-            assert content is None or list(content.tokens) == kept
+            for blocks, dead in zip(table.blocks, table.dead, strict=True):
+                kept = [p for p in range(len(tokens)) if p // B not in dead]
+                assert [self.pool[blocks[p // B]][p % B] for p in kept] == [tokens[p] for p in kept]
+        for content, stored in zip(self.blocks.contents, self.pool, strict=True):
+            assert content is None or list(content.tokens) == stored
 
 
 actions = st.tuples(
@@ -76,12 +79,14 @@ actions = st.tuples(
     num_blocks=st.integers(1, 12),
     block_size=st.integers(1, 4),
     prefix_cache=st.booleans(),
+    kinds=st.sampled_from([[()], [(3,)], [(), (3,)], [(2, 3), (), (5,)]]),
     todo=st.lists(actions, max_size=40),
 )
 def test_tables_read_what_was_written_after_any_operations(
-    num_blocks: int, block_size: int, prefix_cache: bool, todo: list[tuple[str, int, int]]
+    num_blocks: int, block_size: int, prefix_cache: bool, kinds: list[tuple[int, ...]], todo: list[tuple[str, int, int]]
 ) -> None:
-    blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache)
+    groups = [LayerGroup((i,), *kind) for i, kind in enumerate(kinds)]
+    blocks = Blocks(num_blocks, block_size, prefix_cache=prefix_cache, groups=groups)
     writer = Writer(blocks)
     for action, which, length in todo:
         tables = list(writer.lists)
@@ -98,7 +103,7 @@ def test_tables_read_what_was_written_after_any_operations(
             elif action == "release":
                 writer.release(table)
             else:
-                blocks.release_leading(table, min(length, len(writer.lists[table]) // block_size))
+                blocks.release_outside(table, len(writer.lists[table]))
         writer.check()
         assert len(blocks.free) + blocks.cached_count + blocks.used_count == num_blocks == len(blocks.map())
         assert prefix_cache or blocks.cached_count == 0
@@ -121,12 +126,12 @@ def begun(writer: Writer, tokens: list[int]) -> Table:
 def test_a_prefix_matches_by_whole_blocks_and_the_blocks_before() -> None:
     writer = pool()
     table = begun(writer, [1, 2, 3, 4, 5])
-    assert writer.blocks.match([1, 2, 3, 4, 5, 6]) == table.blocks[:2], "the third block is not full"
-    assert writer.blocks.match([1, 2, 3, 4], limit=3) == table.blocks[:1]
-    assert writer.blocks.match([9, 9, 3, 4]) == [], "the same tokens after other ones are another prefix"
+    assert writer.blocks.match([1, 2, 3, 4, 5, 6]).blocks == [table.blocks[0][:2]], "the third block is not full"
+    assert writer.blocks.match([1, 2, 3, 4], limit=3).blocks == [table.blocks[0][:1]]
+    assert writer.blocks.match([9, 9, 3, 4]).columns == 0, "the same tokens after other ones are another prefix"
     writer.release(table)
     assert writer.blocks.cached_count == 2 and writer.blocks.map().count("c") == 2
-    assert begun(writer, [1, 2, 3, 4, 7]).blocks[:2] == table.blocks[:2]
+    assert begun(writer, [1, 2, 3, 4, 7]).blocks[0][:2] == table.blocks[0][:2]
 
 
 def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
@@ -135,16 +140,16 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
         writer.release(begun(writer, [first, first, first + 1, first + 1]))
     writer.release(begun(writer, [1, 1, 2, 2]))  # used again: now the other prefix is the least recently used
     begun(writer, [9])
-    assert len(writer.blocks.match([5, 5, 6, 6])) == 1, "its last block was taken, its first can still be found"
-    assert len(writer.blocks.match([1, 1, 2, 2])) == 2
+    assert writer.blocks.match([5, 5, 6, 6]).columns == 1, "its last block was taken, its first can still be found"
+    assert writer.blocks.match([1, 1, 2, 2]).columns == 2
 
 
 def test_colliding_keys_are_distinguished_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_key", lambda parent, tokens: b"always the same")
     writer = pool()
     begun(writer, [1, 2])
-    assert writer.blocks.match([3, 4]) == []
-    assert len(writer.blocks.match([1, 2])) == 1
+    assert writer.blocks.match([3, 4]).columns == 0
+    assert writer.blocks.match([1, 2]).columns == 1
 
 
 def test_the_same_prefix_computed_twice_is_registered_once() -> None:
@@ -153,7 +158,7 @@ def test_the_same_prefix_computed_twice_is_registered_once() -> None:
     for table in (first, second):
         writer.lists[table] = []
         writer.write(table, [1, 2, 3])
-    assert writer.blocks.match([1, 2]) == first.blocks[:1]
+    assert writer.blocks.match([1, 2]).blocks == [first.blocks[0][:1]]
     writer.release(second)
     assert writer.blocks.cached_count == 0, "the copy is free at once"
     writer.check()
@@ -165,19 +170,19 @@ def test_a_fork_copies_only_when_it_writes_into_a_shared_block() -> None:
     twin = writer.fork(table)
     assert writer.blocks.used_count == 2 and writer.blocks.blocks_needed(twin, 3, 4) == 1
     assert writer.write(twin, [7]) and writer.write(table, [8])
-    assert writer.blocks.used_count == 3 and twin.blocks[0] == table.blocks[0] and twin.blocks[1] != table.blocks[1]
+    (first, mine), (same, own) = table.blocks[0], twin.blocks[0]
+    assert writer.blocks.used_count == 3 and first == same and mine != own
     full = begun(writer, [5, 6])
     other = writer.fork(full)
-    assert writer.blocks.reserve(other, 2, 3) is None, "a full block is only read"
+    assert writer.blocks.reserve(other, 2, 3) == [], "a full block is only read"
     writer.lists[other].append(-1)  # position 2 is reserved but not written
     writer.blocks.check_integrity()
 
 
 def test_blocks_before_the_window_are_released_and_marked() -> None:
-    writer = pool()
+    writer = Writer(Blocks(8, 2, prefix_cache=True, groups=[LayerGroup((0,), 2)]))
     table = begun(writer, [1, 2, 3, 4, 5])
-    writer.blocks.release_leading(table, 2)
-    assert table.blocks[:2] == [DEAD, DEAD] and writer.blocks.used_count == 1 and writer.blocks.cached_count == 2
+    assert table.blocks[0][:2] == [DEAD, DEAD] and writer.blocks.used_count == 1 and writer.blocks.cached_count == 2
     writer.check()
     writer.release(table)
     assert writer.blocks.used_count == 0
@@ -194,8 +199,8 @@ def test_a_table_is_released_once() -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("refs are", lambda b, t: b.refs.__setitem__(t.blocks[0], 2)),
-        ("every block is free", lambda b, t: b.free.append(t.blocks[0])),
+        ("refs are", lambda b, t: b.refs.__setitem__(t.blocks[0][0], 2)),
+        ("every block is free", lambda b, t: b.free.append(t.blocks[0][0])),
         ("every block is free", lambda b, t: b.free.pop()),
         ("the index has", lambda b, t: b.index.clear()),
         (
@@ -203,7 +208,7 @@ def test_a_table_is_released_once() -> None:
             lambda b, t: b.contents.__setitem__(0, b.contents[0]._replace(tokens=(9, 9))),
         ),
         ("a free block has no content", lambda b, t: b.contents.__setitem__(b.free[0], b.contents[0])),
-        ("entries are DEAD", lambda b, t: setattr(t, "dead", 1)),
+        ("entries are DEAD", lambda b, t: t.dead.__setitem__(0, range(1))),
     ],
 )
 def test_check_integrity_finds_a_planted_fault(name: str, fault: Callable[[Blocks, Table], object]) -> None:

@@ -87,9 +87,9 @@ def step_of(model: Transformer, S: int) -> tuple[PagedKV, Batch]:
         flat[past] = torch.randn(len(past), *flat.shape[1:], generator=random).to(flat.dtype)
     last = lengths - 1
     batch = Batch(
-        ids=torch.randint(61, (S,), generator=random), positions=last, slots=slots[torch.arange(S), last],
+        ids=torch.randint(61, (S,), generator=random), positions=last, slots=(slots[torch.arange(S), last],),
         cu_seqlens=torch.arange(S + 1, dtype=torch.int32), context_lens=lengths.to(torch.int32),
-        block_tables=tables.to(torch.int32), max_len=1, max_context=int(lengths.max()), num_decodes=S,
+        block_tables=(tables.to(torch.int32),), max_len=1, max_context=int(lengths.max()), num_decodes=S,
         decode_context=int(lengths.max()),
     )  # fmt: skip
     return kv, batch
@@ -108,7 +108,7 @@ def decodes(batch: Batch) -> Decodes:
     """The batch, the rows of its block tables in another order."""
     rows = torch.arange(len(batch.ids)).flip(0)
     new = torch.stack((batch.ids, batch.context_lens.long(), rows))
-    return Decodes(new.numpy(), batch.block_tables.flip(0).contiguous().numpy())
+    return Decodes(new.numpy(), batch.block_tables[0].flip(0).contiguous().numpy())
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
@@ -156,8 +156,8 @@ def several_of(model: Transformer, lengths: tuple[int, ...]) -> tuple[PagedKV, B
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     batch = Batch(
         ids=torch.randint(61, (len(positions),), generator=random), positions=positions,
-        slots=tables[owner, positions // B] * B + positions % B, cu_seqlens=cu_seqlens,
-        context_lens=torch.tensor(ends, dtype=torch.int32), block_tables=tables.to(torch.int32),
+        slots=(tables[owner, positions // B] * B + positions % B,), cu_seqlens=cu_seqlens,
+        context_lens=torch.tensor(ends, dtype=torch.int32), block_tables=(tables.to(torch.int32),),
         max_len=max(lengths), max_context=max(ends), num_decodes=0, decode_context=0,
     )  # fmt: skip
     return kv, batch
@@ -166,7 +166,7 @@ def several_of(model: Transformer, lengths: tuple[int, ...]) -> tuple[PagedKV, B
 def several_tokens(batch: Batch) -> Decodes:
     rows = torch.arange(len(batch.context_lens)).repeat_interleave(batch.cu_seqlens.diff().long())
     new = torch.stack((batch.ids, batch.positions + 1, rows))
-    return Decodes(new.numpy(), batch.block_tables.numpy(), several=True)
+    return Decodes(new.numpy(), batch.block_tables[0].numpy(), several=True)
 
 
 @pytest.mark.usefixtures("compiler")

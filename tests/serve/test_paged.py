@@ -108,8 +108,14 @@ def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
         want = forward(steps.batch(plan)[0])
         for inputs in (new, used):
             torch.testing.assert_close(forward(inputs.batch)[:3], want)
-            assert inputs.batch.slots.tolist() == [5, 10, 20, 32] and inputs.batch.context_lens.tolist() == [6, 3, 9, 1]
-            assert inputs.batch.block_tables[3].tolist() == [8] * 4
+            assert inputs.batch.slots[0].tolist() == [5, 10, 20, 32]
+            assert inputs.batch.context_lens.tolist() == [
+                6,
+                3,
+                9,
+                1,
+            ]
+            assert inputs.batch.block_tables[0][3].tolist() == [8] * 4
     assert [bucket(n) for n in (1, 2, 3, 5, 32, 33, 65)] == [1, 2, 4, 8, 32, 64, 96]
 
 

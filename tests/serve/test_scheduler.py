@@ -6,6 +6,7 @@ import pytest
 from fake_engine import EOS, STOP, alone, ask, assert_empty, drain, engine
 
 from bagu.errors import ArgumentError
+from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.limits import SchedulerConfig
 from bagu.serve.plan import LATE
 from bagu.serve.request import Request, Unservable
@@ -62,7 +63,7 @@ def test_preemption_takes_the_lowest_rank_and_resumes_from_the_prefix_cache() ->
     assert [s.request.id for s in fake.scheduler.queues.running] == ["old"]
     drain(fake)
     assert fake.scheduler.queues.hit_tokens > 0
-    assert {r.id: [fake.texts[r.id][0]] for r in requests} == {r.id: alone(r, None) for r in requests}
+    assert {r.id: [fake.texts[r.id][0]] for r in requests} == {r.id: alone(r) for r in requests}
 
 
 def test_choices_share_the_prompt_and_copy_the_last_block_when_they_write() -> None:
@@ -76,7 +77,7 @@ def test_choices_share_the_prompt_and_copy_the_last_block_when_they_write() -> N
     assert {len(s.sequence.tokens) for s in plan.slices} == {11}
     fake.drawn.append((plan, fake.run(plan)))
     drain(fake)
-    assert [fake.texts["r"][i] for i in range(3)] == alone(request, None)
+    assert [fake.texts["r"][i] for i in range(3)] == alone(request)
     assert_empty(fake)
 
 
@@ -114,7 +115,7 @@ def test_prompts_of_one_plan_share_the_blocks_of_the_first() -> None:
     assert fake.scheduler.queues.hit_tokens == 24 and fake.scheduler.blocks.used_count == 3 + 3
     fake.drawn.append((plan, fake.run(plan)))
     drain(fake)
-    assert {r.id: [fake.texts[r.id][0]] for r in requests} == {r.id: alone(r, None) for r in requests}
+    assert {r.id: [fake.texts[r.id][0]] for r in requests} == {r.id: alone(r) for r in requests}
 
 
 def test_blocks_of_an_aborted_sequence_are_computed_for_its_sharers() -> None:
@@ -128,7 +129,7 @@ def test_blocks_of_an_aborted_sequence_are_computed_for_its_sharers() -> None:
     fake.scheduler.queues.check_integrity()
     fake.drawn.append((plan, fake.run(plan)))  # the plan still runs
     drain(fake)
-    assert [fake.texts["follower"][0]] == alone(follower, None)
+    assert [fake.texts["follower"][0]] == alone(follower)
     assert_empty(fake)
 
 
@@ -145,15 +146,48 @@ def test_requested_prompt_logprobs_are_computed_although_cached() -> None:
 
 
 def test_a_windowed_model_generates_a_text_longer_than_the_pool() -> None:
-    fake = engine(num_blocks=4, block_size=4, window=8)
+    groups = (LayerGroup((0,), 8),)
+    fake = engine(num_blocks=4, block_size=4, groups=groups)
     request = ask("r", 40, max_tokens=100, min_tokens=100)
     fake.scheduler.queues.add(request)
     most = 0
     while fake.step():
         most = max(most, fake.scheduler.blocks.used_count)
-    assert most <= 4 and [fake.texts["r"][0]] == alone(request, 8)
+    assert most <= 4 and [fake.texts["r"][0]] == alone(request, groups)
     with pytest.raises(Unservable, match="need 35 KV blocks of 4 tokens, and the pool has 4"):
         engine(num_blocks=4, block_size=4).scheduler.queues.add(request)
+
+
+def test_layers_with_a_window_release_blocks_that_the_others_keep() -> None:
+    groups = (LayerGroup((0,)), LayerGroup((1,), 8), LayerGroup((2,), 6, first=3))
+    fake = engine(num_blocks=64, block_size=4, groups=groups)
+    request = ask("r", 90, max_tokens=30, min_tokens=30)
+    fake.scheduler.queues.add(request)
+    held = [fake.scheduler.blocks.used_count for _ in iter(fake.step, False)]
+    assert [fake.texts["r"][0]] == alone(request, groups)
+    # 119 positions in 30 blocks of the first group; 8 positions in up to 3; 6 in up to 3, and the first block
+    assert max(held[-20:]) <= 30 + 3 + 4 and fake.scheduler.blocks.max_blocks(119) == 37
+
+
+def test_a_prefix_hit_needs_the_last_blocks_of_a_window_only() -> None:
+    groups = (LayerGroup((0,)), LayerGroup((1,), 6))
+    fake = engine(num_blocks=40, block_size=2, groups=groups)
+    fake.scheduler.queues.add(ask("cold", 21, max_tokens=4, min_tokens=4))
+    drain(fake)
+    blocks, tokens = fake.scheduler.blocks, list(ask("warm", 21).prompt)
+    windowed = [b for b, c in enumerate(blocks.contents) if c is not None and c.group == 1]
+    first = [b for b in windowed if len(blocks.match(tokens[:4]).blocks[1]) and b in blocks.match(tokens[:4]).blocks[1]]
+    for block in first:  # evicted: the window after 20 tokens does not reach them
+        content = blocks.contents[block]
+        assert content is not None
+        del blocks.index[content.group, content.key], blocks.cached[block]
+        blocks.contents[block] = None
+        blocks.free.append(block)
+    found = blocks.match(tokens, limit=20)
+    assert found.columns == 10 and blocks.match(tokens[:6]).columns == 0
+    fake.scheduler.queues.add(warm := ask("warm", 21, max_tokens=4, min_tokens=4, arrival=1.0))
+    drain(fake)
+    assert fake.scheduler.queues.hit_tokens == 20 and [fake.texts["warm"][0]] == alone(warm, groups)
 
 
 def test_an_abort_in_flight_releases_when_the_plan_is_committed() -> None:
@@ -193,7 +227,7 @@ def test_restart_recomputes_everything_and_empties_the_cache() -> None:
     fake.scheduler.queues.restart()
     assert fake.scheduler.blocks.available == len(fake.scheduler.blocks.free) == 64
     drain(fake)
-    assert [fake.texts["r"][0]] == alone(request, None)
+    assert [fake.texts["r"][0]] == alone(request)
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_reason() -> None:

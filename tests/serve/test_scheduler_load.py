@@ -11,6 +11,7 @@ from fake_engine import EOS, STOP, FakeEngine, alone, ask, assert_empty, drain, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.request import Request, Unservable
 
 arrivals = st.fixed_dictionaries({
@@ -32,7 +33,10 @@ systems = st.fixed_dictionaries({
     "num_blocks": st.integers(2, 40),
     "max_num_seqs": st.integers(1, 6),
     "spare": st.integers(0, 20),
-    "window": st.sampled_from([None, None, 2, 5, 9]),
+    "groups": st.sampled_from([
+        tuple(LayerGroup((i,), *each) for i, each in enumerate(kinds))
+        for kinds in ([()], [()], [(2,)], [(5,)], [(9,)], [(), (5,)], [(), (2,), (9,)], [(7, 3)], [(), (4, 5)])
+    ]),
     "prefix_cache": st.booleans(),
     "depth": st.integers(1, 2),
 })  # fmt: skip
@@ -63,7 +67,7 @@ def test_every_request_gets_the_text_it_would_get_alone(system: dict, load: list
     system = dict(system)
     system["max_num_batched_tokens"] = system["max_num_seqs"] + system.pop("spare")
     fake = engine(**system)
-    scheduler, window = fake.scheduler, system["window"]
+    scheduler, groups = fake.scheduler, system["groups"]
     requests = [make(i, load) for i in range(len(load))]
     served: dict[str, Request] = {}
     aborted: set[str] = set()
@@ -96,7 +100,7 @@ def test_every_request_gets_the_text_it_would_get_alone(system: dict, load: list
         clock += 1
     assert_empty(fake)
     for id, request in served.items():
-        for choice, text in enumerate(alone(request, window)):
+        for choice, text in enumerate(alone(request, groups)):
             got = fake.texts.get(id, {}).get(choice, [])
             if id in aborted or (id, choice) in stopped:
                 assert got == text[: len(got)]
@@ -112,7 +116,7 @@ def assert_unservable(fake: FakeEngine, request: Request) -> None:
     """A refusal is right only if the request would not fit the pool, the model or the block tables alone."""
     blocks, config = fake.scheduler.blocks, fake.scheduler.config
     positions = len(request.prompt) + max(request.sampling.max_tokens - 1, 0)
-    assert positions > blocks.num_blocks * blocks.block_size - (config.window is not None) * blocks.block_size or (
+    assert blocks.max_blocks(positions) > blocks.num_blocks or (
         request.sampling.n > config.max_num_seqs or positions >= config.max_model_len
     )
 

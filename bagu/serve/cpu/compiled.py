@@ -83,7 +83,7 @@ class _Linear(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [(name, _Linear) for name in ("qkv", "out", "up", "down")]
-    _fields_ += [(name, POINTER) for name in ("qk_gain", "keys", "values")] + [("window", LONG)]
+    _fields_ += [(name, POINTER) for name in ("qk_gain", "keys", "values")] + [("window", LONG), ("group", LONG)]
 
 
 class _Model(ctypes.Structure):
@@ -93,7 +93,7 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    _fields_ = [(n, LONG) for n in ("tokens", "several", "threads", "columns")]
+    _fields_ = [(n, LONG) for n in ("tokens", "several", "threads", "rows", "columns")]
     _fields_ += [(n, POINTER) for n in ("ids", "lengths", "table_rows", "tables")]
     _fields_ += [(n, POINTER) for n in ("x", "qkv", "y", "inner", "quantized", "groups", "adapters", "low")]
     _fields_ += [("low_width", LONG), ("out", POINTER)]
@@ -103,7 +103,7 @@ class Decodes(NamedTuple):
     """S new tokens, at most one of each sequence, or `several`: then in the order of their positions."""
 
     new: np.ndarray  # [3, S] int64: the token, the length of its sequence up to it, the sequence's row of the tables
-    tables: np.ndarray  # [rows, blocks] int32
+    tables: np.ndarray  # [groups of layers * rows, blocks] int32
     several: bool = False
     adapters: np.ndarray | None = None  # [S] int64: slots; None if no token has an adapter
 
@@ -204,7 +204,7 @@ class CompiledDecode:
         gain = None if w.qk_gain is None else w.qk_gain.float() * math.sqrt(self.head_dim)
         self.kept += [*linears, gain]
         pointers = map(_at, (gain, *self.kv.layers[w.cache].tensors))
-        return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0)
+        return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0, self.kv.group_of[w.cache])
 
     def _packed(self, linear: Weight, *, gated: bool = False) -> PackedLinear:
         w = linear.weight
@@ -230,8 +230,9 @@ class CompiledDecode:
             low = torch.empty(S, width)
         first, row = step.new.ctypes.data, step.new.strides[0]
         call = _Step(
-            S, step.several, torch.get_num_threads(), step.tables.shape[1], first, first + row, first + 2 * row,
-            step.tables.ctypes.data, *self.pointers, adapters, _at(low), width, out.data_ptr(),
+            S, step.several, torch.get_num_threads(), len(step.tables) // len(self.kv.groups), step.tables.shape[1],
+            first, first + row, first + 2 * row, step.tables.ctypes.data, *self.pointers, adapters, _at(low), width,
+            out.data_ptr(),
         )  # fmt: skip
         self._step(self.model, call)
         return out

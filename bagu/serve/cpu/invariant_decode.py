@@ -73,8 +73,10 @@ class _Prepared:
         self.S, self.threads, self.shape, self.kv = S, threads, step, kv
         self.program = Program(dtype)
         self.tables = tables
-        self.ids, self.positions, self.ends, self.rows = torch.zeros(4, S, dtype=torch.int64).unbind()
-        self.places = torch.zeros(S, step.num_key_heads, dtype=torch.int64)  # rows of the pool as [·, D]
+        R = len(kv.groups)
+        self.ids, self.positions, self.ends = torch.zeros(3, S, dtype=torch.int64).unbind()
+        self.rows = torch.zeros(R, S, dtype=torch.int64)  # of the block tables, for each group of layers
+        self.places = torch.zeros(R, S, step.num_key_heads, dtype=torch.int64)  # rows of the pool as [·, D]
         self.begins = {layer.window: torch.zeros(S, dtype=torch.int64) for layer in step.layers}
         self.zeros = torch.zeros(S, dtype=torch.int64)
         self.cos, self.sin = (t.float().contiguous() for t in step.rope_tables)
@@ -93,10 +95,11 @@ class _Prepared:
         assert step.tables is self.tables, "the block tables are one array for the life of a runner"
         ids, lengths, rows = step.new
         positions, B = lengths - 1, self.kv.block_size
+        R, _, G = self.places.shape
+        rows = np.arange(R)[:, None] * (len(self.tables) // R) + rows
         slots = self.tables[rows, positions // B].astype(np.int64) * B + positions % B
-        G = self.places.shape[1]
         inputs = (self.ids, self.positions, self.ends, self.rows, self.places)
-        values = (ids, positions, lengths, rows, slots[:, None] * G + np.arange(G))
+        values = (ids, positions, lengths, rows, slots[:, :, None] * G + np.arange(G))
         for into, new in zip(inputs, values, strict=True):
             into.numpy()[:] = new
         for window, begins in self.begins.items():
@@ -145,6 +148,7 @@ class _Prepared:
     def attention(self, layer: LayerWeights, h: torch.Tensor) -> torch.Tensor:
         m, kv, S = self.shape, self.kv, self.S
         H, G, D = m.num_heads, m.num_key_heads, m.head_dim
+        group = kv.group_of[layer.cache]
         keys, values = kv.layers[layer.cache].keys, kv.layers[layer.cache].values
         assert values is not None, "match.py refuses a cache without values"
         qkv, places = self.linear(layer.qkv, h), _head_rows(m, layer)
@@ -152,12 +156,12 @@ class _Prepared:
         q, k, v = (self.heads(qkv, own) for own in places.split((H, G, G)))
         q, k = (self.rotated(x, gain) for x, gain in zip((q, k), gains, strict=True))
         for pool, x in ((keys, k), (values, v)):
-            self.add(Kind.COPY, M=S * G, N=D, source=x, from_rows=None, to_rows=self.places, to=pool)
+            self.add(Kind.COPY, M=S * G, N=D, source=x, from_rows=None, to_rows=self.places[group], to=pool)
         y, lse = self.new(H * D), self.new(H, dtype=torch.float32)
         self.add(
             Kind.ATTENTION, T=S, H=H, G=G, D=D, E=D, B=kv.block_size, columns=self.tables.shape[1],
             threads=self.threads, k_place=G * D, k_head=D, v_place=G * D, v_head=D, scale=m.scale, q=q, k=keys,
-            v=values, begins=self.begins[layer.window], ends=self.ends, row=self.rows, slot=self.zeros,
+            v=values, begins=self.begins[layer.window], ends=self.ends, row=self.rows[group], slot=self.zeros,
             tables=self.tables.ctypes.data, out=y, lse=lse,
         )  # fmt: skip
         return self.linear(layer.out, y)

@@ -169,7 +169,8 @@ class _Matcher:
         context = min(64, model.config.max_len)
         ids, positions, slots = (torch.empty(S, dtype=torch.int64, device=meta) for _ in range(3))
         cu, lengths, tables = (torch.empty(n, dtype=torch.int32, device=meta) for n in ((S + 1,), (S,), (S, 4)))
-        self.batch = batch = Batch(ids, positions, slots, cu, lengths, tables, 1, context, S, context)
+        self.batch = batch = Batch(ids, positions, (slots,), cu, lengths, (tables,), 1, context, S, context)
+        self.slots, self.tables = slots, tables
         kv = PagedKV(model.config, 4, 16, device=meta, dtype=dtype)
         if kv.layers[0].values is None:
             raise Mismatch("a cache without values")
@@ -180,7 +181,7 @@ class _Matcher:
                 self.hidden = model(batch.ids, batch.positions, batch.cu_seqlens, 1, kv).hidden
         except (RuntimeError, BaguError) as error:  # reads a value, or has a tensor that is not a parameter or buffer
             raise Mismatch(f"the forward does not run on meta tensors: {error}") from error
-        given = [t for t in (*batch, *kv.tensors, *copied.tensors) if isinstance(t, torch.Tensor)]
+        given = [t for t in (*batch, slots, tables, *kv.tensors, *copied.tensors) if isinstance(t, torch.Tensor)]
         self.flow = Dataflow(recorder.calls, KNOWN, given)
         self.S, self.hidden_size = self.hidden.shape
         self.constants: dict[str, Any] = {}
@@ -242,7 +243,7 @@ class _Matcher:
         cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
         keys, values = self.pools[cache].keys, self.pools[cache].values
         assert values is not None  # __init__ refuses a cache without values
-        given = self.batch._asdict() | {"k_cache": keys, "v_cache": values}
+        given = self.batch._asdict() | {"k_cache": keys, "v_cache": values, "block_tables": self.tables}
         for name in ("block_tables", "cu_seqlens", "context_lens", "k_cache", "v_cache"):
             self.flow.check_same(a[name], given[name])
         terms = [a[name] for name in ("slopes", "bias", "sinks", "k_scale", "v_scale")]
@@ -264,7 +265,7 @@ class _Matcher:
         """The heads of a layer that prepares them by rope_kv_write."""
         args = self.flow.producer(q, "rope_kv_write").args
         assert values is not None, "rope_kv_write writes values"
-        given = {"k_cache": keys, "v_cache": values, "slots": self.batch.slots}
+        given = {"k_cache": keys, "v_cache": values, "slots": self.slots}
         for name, tensor in given.items():
             self.flow.check_same(args[name], tensor)
         qkv, gains, tables = args["qkv"], None, tuple[int, ...]()
@@ -292,7 +293,7 @@ class _Matcher:
             raise Mismatch(f"{len(writes)} writes to a layer of the cache before it is read")
         args = self.flow.check_arguments(writes[0]).args
         self.flow.check_same(args["cache"], pool)
-        self.flow.check_same(args["slots"], self.batch.slots)
+        self.flow.check_same(args["slots"], self.slots)
         return args["x"]
 
     def before_rope(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:

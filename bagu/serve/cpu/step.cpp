@@ -27,7 +27,7 @@ struct Layer {
     Linear qkv, out, up, down;
     const float* qk_gain;  // [H + G, D], times sqrt(D); null without a QK norm
     void *keys, *values;   // [N, B, G, D]
-    int64_t window;        // 0: none
+    int64_t window, group; // 0: none; the group of layers whose block tables it reads
 };
 
 struct Model {
@@ -40,9 +40,10 @@ struct Model {
 };
 
 struct Step {
-    int64_t tokens, several, threads, columns;  // several: a sequence may have more than one token; of the block tables
+    int64_t tokens, several, threads;           // several: a sequence may have more than one token
+    int64_t rows, columns;                      // of the block tables of a group
     const int64_t *ids, *lengths, *table_rows;  // a length is the position of the token in its sequence, plus one
-    const int32_t* tables;                      // [rows, columns]: the block table of token s is row table_rows[s]
+    const int32_t* tables;                      // [groups, rows, columns]: token s has row table_rows[s] of each
     float *x, *qkv, *y, *inner;  // [S, hidden], [S, (H + 2G) D], [S, H D], [S, inner]
     int8_t* quantized;           // [S, largest padded K], where activations are quantized
     Group* groups;               // [S, most groups of a token], likewise
@@ -101,7 +102,7 @@ template <class T>
 Pages<T> pages_of(const Model& m, const Layer& layer, const Step& step, int64_t s) {
     int64_t G = m.key_heads, D = m.head_dim;
     return {{static_cast<T*>(layer.keys), G * D, D}, {static_cast<T*>(layer.values), G * D, D},
-            step.tables + step.table_rows[s] * step.columns, m.block_size};
+            step.tables + (layer.group * step.rows + step.table_rows[s]) * step.columns, m.block_size};
 }
 
 // QK norm and RoPE of token s in key heads first … last, whose keys and values are then stored.

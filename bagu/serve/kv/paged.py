@@ -1,11 +1,13 @@
 """The paged KV cache: one pool of blocks per layer, and the attention of a step over it.
 
 The positions of a sequence are stored in the blocks of its table, in order: position p is slot p % B of block
-table[p // B]. blocks.py allocates the blocks; this file has the tensors. `PagedKV` satisfies `nn.kv.KV`. With MLA the
-pool holds the latent as one key head, and the values are its first features.
+table[p // B]. Groups of layers have tables of their own (groups.py), and share the tensors: layer i of every group
+stores its keys in tensor i, each group in its own blocks. blocks.py allocates the blocks; this file has the tensors.
+`PagedKV` satisfies `nn.kv.KV`. With MLA the pool holds the latent as one key head, and the values are its first
+features.
 
 Dims: N = blocks, B = positions per block, G = key heads, D = features of a key, T = new tokens, S = sequences of a
-step, P = blocks of the longest table.
+step, P = blocks of the longest table, R = groups of layers.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from bagu import ops
 from bagu.nn.config import ModelConfig
 from bagu.nn.kv import CacheError, HeadTransform, Scores
+from bagu.serve.kv.groups import LayerGroup, group_layers, whole
 
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 FP32 = torch.float32
@@ -34,10 +37,10 @@ class Batch(NamedTuple):
 
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64: block * B + position within the block
+    slots: tuple[torch.Tensor, ...]  # R times [T] int64: block * B + position within the block
     cu_seqlens: torch.Tensor  # [S + 1] int32
     context_lens: torch.Tensor  # [S] int32: past and new tokens
-    block_tables: torch.Tensor  # [S, P] int32
+    block_tables: tuple[torch.Tensor, ...]  # R times [S, P] int32
     max_len: int  # most new tokens of a sequence
     max_context: int
     num_decodes: int  # number of leading sequences with one new token each
@@ -55,8 +58,10 @@ class Batch(NamedTuple):
             ]
         offsets, lengths, tables = self.cu_seqlens, self.context_lens, self.block_tables
         return [
-            Part(slice(0, n), tables[:n], offsets[: n + 1], lengths[:n], 1, self.decode_context),
-            Part(slice(n, T), tables[n:], offsets[n:] - n, lengths[n:], self.max_len, self.max_context),
+            Part(slice(0, n), tuple(t[:n] for t in tables), offsets[: n + 1], lengths[:n], 1, self.decode_context),
+            Part(
+                slice(n, T), tuple(t[n:] for t in tables), offsets[n:] - n, lengths[n:], self.max_len, self.max_context
+            ),
         ]
 
 
@@ -64,7 +69,7 @@ class Part(NamedTuple):
     """Some sequences of a batch, as `ops.paged_attention` takes them."""
 
     tokens: slice  # of T
-    block_tables: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]  # of each group
     cu_seqlens: torch.Tensor
     context_lens: torch.Tensor
     max_len: int
@@ -112,9 +117,10 @@ def cache_tensors(config: ModelConfig, dtype: torch.dtype) -> Mapping[str, Cache
     return {"keys": head, "values": head, **scales}
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers."""
-    return config.num_layers * block_size * sum(t.position_bytes for t in cache_tensors(config, dtype).values())
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, *, num_layers: int | None = None) -> int:
+    """Bytes of one block for `num_layers` layers; None: all of the model."""
+    layers = config.num_layers if num_layers is None else num_layers
+    return layers * block_size * sum(t.position_bytes for t in cache_tensors(config, dtype).values())
 
 
 class PagedKV:
@@ -128,16 +134,22 @@ class PagedKV:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        groups: Sequence[LayerGroup] | None = None,
     ) -> None:
+        """`groups` None: one of all layers."""
         if not config.causal or config.attention == "linear":
             found = "linear attention" if config.causal else "a bidirectional model"
             raise CacheError(f"{found} has no KV cache", hint="use a causal model with softmax attention")
         self.num_blocks, self.block_size = num_blocks, block_size
         tensors = cache_tensors(config, torch.get_default_dtype() if dtype is None else dtype)
-        self.layers = [
+        self.groups = whole(config.num_layers) if groups is None else tuple(groups)
+        self.pool = [
             LayerCache(**{name: t.zeros(num_blocks, block_size, device) for name, t in tensors.items()})
-            for _ in range(config.num_layers)
+            for _ in range(group_layers(self.groups))
         ]
+        places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
+        self.group_of = [places[layer][0] for layer in range(config.num_layers)]
+        self.layers = [self.pool[places[layer][1]] for layer in range(config.num_layers)]
         self.batch: Batch | None = None
         self.parts: list[Part] = []
 
@@ -147,8 +159,8 @@ class PagedKV:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors of all layers."""
-        return [t for layer in self.layers for t in layer.tensors]
+        """All tensors of the pool."""
+        return [t for layer in self.pool for t in layer.tensors]
 
     @property
     def num_bytes(self) -> int:
@@ -163,7 +175,7 @@ class PagedKV:
         self.batch, self.parts = batch, batch.parts()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in all layers, in this order."""
+        """Copy whole blocks (source, destination) in all layers of their group, in this order."""
         for source, destination in pairs:
             for pool in self.tensors:
                 pool[destination] = pool[source]
@@ -173,26 +185,26 @@ class PagedKV:
         assert b is not None, "call PagedKV.load before a forward"
         assert cache.values is not None, "an MLA cache stores no values"
         return ops.rope_kv_write(
-            qkv, b.slots, cache.keys, cache.values, k_scale=cache.key_scales, v_scale=cache.value_scales,
-            **transform._asdict(),
+            qkv, b.slots[self.group_of[layer]], cache.keys, cache.values, k_scale=cache.key_scales,
+            v_scale=cache.value_scales, **transform._asdict(),
         )  # fmt: skip
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
     ) -> torch.Tensor:
-        b, (keys, values, key_scales, value_scales) = self.batch, self.layers[layer]
+        b, (keys, values, key_scales, value_scales), g = self.batch, self.layers[layer], self.group_of[layer]
         assert b is not None, "call PagedKV.load before a forward"
         if k is not None:
-            ops.kv_write(keys, k, b.slots, scale=key_scales)
+            ops.kv_write(keys, k, b.slots[g], scale=key_scales)
         if v is not None:
             assert values is not None, "an MLA cache stores no values"
-            ops.kv_write(values, v, b.slots, scale=value_scales)
+            ops.kv_write(values, v, b.slots[g], scale=value_scales)
         if values is None:  # MLA: a latent per token
             extra = (scores.slopes, scores.bias, scores.sinks)
             assert all(x is None for x in extra), "ModelConfig requires RoPE for MLA, and no sinks"
             outs = [
                 ops.mla_attention(
-                    q[p.tokens], keys.squeeze(2), p.block_tables, p.cu_seqlens, p.context_lens, v_dim, p.max_len,
+                    q[p.tokens], keys.squeeze(2), p.block_tables[g], p.cu_seqlens, p.context_lens, v_dim, p.max_len,
                     p.max_context, scale=scores.scale, window=scores.window,
                 )[0]
                 for p in self.parts
@@ -200,8 +212,8 @@ class PagedKV:
         else:
             outs = [
                 ops.paged_attention(
-                    q[p.tokens], keys, values, p.block_tables, p.cu_seqlens, p.context_lens, p.max_len, p.max_context,
-                    k_scale=key_scales, v_scale=value_scales, **scores._asdict(),
+                    q[p.tokens], keys, values, p.block_tables[g], p.cu_seqlens, p.context_lens, p.max_len,
+                    p.max_context, k_scale=key_scales, v_scale=value_scales, **scores._asdict(),
                 )[0]
                 for p in self.parts
             ]  # fmt: skip

@@ -10,6 +10,7 @@ from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
 from bagu.serve.adapters.registry import adapter_bytes
 from bagu.serve.config import EngineConfig
+from bagu.serve.kv.groups import group_layers, layer_groups, max_positions
 from bagu.serve.kv.paged import block_bytes, cache_dtype
 
 BLOCK_SIZE = 16  # small blocks waste less memory and give more prefix cache hits
@@ -25,7 +26,8 @@ class Pool(NamedTuple):
 
 def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | None = None) -> Pool:
     """Size the pool, with tp > 1 that of each rank. It has at most as many blocks as `max_num_seqs` sequences of full
-    length can use. A draft model has a pool of as many blocks, in the same memory."""
+    length can use: a group of layers with a window keeps that, not the whole length. A draft model has a pool of as
+    many blocks, in the same memory."""
     table = model.embedding.weight
     B = config.block_size or BLOCK_SIZE
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
@@ -34,10 +36,14 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
             f"engine: max_model_len = {config.max_model_len}, and the model has positions for {model.config.max_len}",
             hint=f"max_model_len is at most {model.config.max_len} for this model",
         )
-    each = block_bytes(local_heads(model.config, config.tp), B, cache_dtype(config.kv_dtype, table.dtype))
+    groups = layer_groups(model.config)
+    dtype = cache_dtype(config.kv_dtype, table.dtype)
+    each = block_bytes(local_heads(model.config, config.tp), B, dtype, num_layers=group_layers(groups))
     if draft is not None:
         each += block_bytes(draft.config, B, draft.embedding.weight.dtype)
-    useful = config.max_num_seqs * -(-longest // B)
+    useful = config.max_num_seqs * sum(group.max_blocks(longest, B) for group in groups)
+    if any(group.window is not None for group in groups):  # a chunk of a prompt needs them all until it is computed
+        useful += len(groups) * -(-config.step_tokens(table.device.type) // B)
     adapters = adapter_bytes(model, config.adapter_slots, config.max_adapter_rank)
     memory = _memory(table.device, config, model, adapters) if config.num_blocks is None else 0
     blocks = config.num_blocks or min(useful, memory // each)
@@ -46,7 +52,7 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
             f"engine: no block of {each} bytes fits into the memory for the KV pool: {each - memory} bytes are missing",
             hint="raise kv_memory, gpu_memory_utilization or memory_share, or use a smaller block_size",
         )
-    return Pool(blocks, longest if config.max_model_len else min(longest, blocks * B), B)
+    return Pool(blocks, longest if config.max_model_len else max_positions(groups, blocks, B, longest), B)
 
 
 def _memory(device: torch.device, config: EngineConfig, model: Transformer, adapters: int) -> int:

@@ -137,9 +137,9 @@ class DraftModel:
                 self.forget(sequence)
                 return None
             self.forget(oldest)
-        before = len(table.blocks)
+        before = table.columns
         blocks.reserve(table, 0, upto)
-        self._writes += [(state.row, at, table.blocks[at]) for at in range(before, len(table.blocks))]
+        self._writes += [(state.row, at, table.blocks[0][at]) for at in range(before, table.columns)]
         return state
 
     def _draft(self, rows: Seq[_Row], count: int) -> list[list[int]]:

@@ -43,7 +43,7 @@ class LeadRunner(Runner):
 
     def __init__(self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, ranks: Ranks) -> None:
         self.ranks = ranks
-        ranks.send(Cache(kv.num_blocks, kv.block_size, max_model_len))
+        ranks.send(Cache(kv.num_blocks, kv.block_size, kv.groups, max_model_len))
         super().__init__(model, kv, config, max_model_len, ranks.mesh)
 
     def launch(self, staged: Staged, late: torch.Tensor | None = None) -> RunnerOutput:

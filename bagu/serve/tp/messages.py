@@ -6,6 +6,7 @@ import torch
 
 from bagu.nn.config import ModelConfig
 from bagu.serve.config import EngineConfig
+from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.plan import Plan
 
 
@@ -23,6 +24,7 @@ class Cache(NamedTuple):
 
     num_blocks: int
     block_size: int
+    groups: tuple[LayerGroup, ...]
     max_model_len: int
 
 

@@ -94,7 +94,7 @@ def _runner(messages: Messages, mesh: Mesh) -> Runner | None:
         return None
     kv = PagedKV(
         local_heads(setup.model, mesh.size("tp")), cache.num_blocks, cache.block_size, device=mesh.device,
-        dtype=cache_dtype(setup.engine.kv_dtype, model.embedding.weight.dtype),
+        dtype=cache_dtype(setup.engine.kv_dtype, model.embedding.weight.dtype), groups=cache.groups,
     )  # fmt: skip
     return Runner(model, kv, setup.engine, cache.max_model_len, mesh)
 
