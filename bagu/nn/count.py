@@ -104,13 +104,17 @@ def mfu(*, tokens_per_s: float, flops_per_token: float, peak_flops: float) -> fl
     return tokens_per_s * flops_per_token / peak_flops
 
 
-def kv_bytes(config: ModelConfig, *, itemsize: int = 2) -> int:
-    """Bytes of one token in the KV cache, over all layers. Linear attention has a state of fixed size instead."""
+def kv_bytes(config: ModelConfig, *, itemsize: int = 2, context: int | None = None) -> int:
+    """Bytes of one token in the KV cache, over all layers; with `context` the mean over a sequence of so many tokens,
+    of which a layer with a window keeps the last. Linear attention has a state of fixed size instead."""
     if config.attention == "linear":
         return 0
+    layers, each = config.num_layers, config.num_kv_heads * (config.head_dim + config.v_dim) * itemsize
     if config.mla is not None:
-        return config.num_layers * (config.mla.kv_rank + config.mla.rope_dim) * itemsize
-    return config.num_layers * config.num_kv_heads * (config.head_dim + config.v_dim) * itemsize
+        each = (config.mla.kv_rank + config.mla.rope_dim) * itemsize
+    if context is None:
+        return layers * each
+    return -(-each * sum(min(context, config.window(i) or context) for i in range(layers)) // context)
 
 
 def activation_bytes(

@@ -54,7 +54,7 @@ def test_greedy_text_equals_the_naive_loop(kind: str) -> None:
     [
         {"prefix_cache": False},
         {"block_size": 1},
-        {"block_size": 16, "num_blocks": 16},
+        {"block_size": 16, "num_blocks": 48},  # three groups of layers with windows
         {"num_blocks": 14},
         {"num_blocks": 11, "max_num_batched_tokens": 8, "prefix_cache": False},
         {"max_num_seqs": 1, "max_num_batched_tokens": 7},

@@ -139,9 +139,9 @@ def _deployment(
     ends = cost.embedding + (0 if model.tie_embeddings else cost.head)  # stay in 16 bits
     weights = (2.0 * ends + weight_bytes * (cost.parameters - ends)) / tp
     share = tp if model.mla is None else 1  # the latent of MLA is not divided
-    per_token = kv_bytes(model) / min(share, model.num_kv_heads)
-    room = USABLE * cluster.gpu.memory_gib * GiB - weights
     length = traffic.input_tokens + traffic.output_tokens
+    per_token = kv_bytes(model, context=length) / min(share, model.num_kv_heads)
+    room = USABLE * cluster.gpu.memory_gib * GiB - weights
     if room < per_token * length:
         return f"tp {tp} has no room for one sequence beside {weights / GiB:.0f} GiB of weights"
     kv_tokens = int(room / max(per_token, 1))

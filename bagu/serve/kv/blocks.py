@@ -219,12 +219,12 @@ class Blocks:
         that the engine must do."""
         copies = []
         at, count = start // self.block_size, -(-upto // self.block_size) - table.columns
-        for g, blocks in enumerate(table.blocks):
-            if self._is_copied(table, g, at):
-                source = blocks[at]
-                blocks[at] = self._allocate_block()
-                self.refs[source] -= 1
-                copies.append((g, source, blocks[at]))
+        for g in [g for g in range(len(self.groups)) if self._is_copied(table, g, at)]:
+            source = table.blocks[g][at]
+            table.blocks[g][at] = self._allocate_block()
+            self.refs[source] -= 1
+            copies.append((g, source, table.blocks[g][at]))
+        for blocks in table.blocks:
             # The cache evicts blocks from the end of a prefix. Sorted, they are consecutive and need no gather
             # (Pages.of).
             blocks.extend(sorted(self._allocate_block() for _ in range(count)))
