@@ -85,11 +85,11 @@ class GraphInputs:
         tokens = (np.int64, (size.tokens,))
         blocks = -(-size.context // block_size)
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-            "ids": tokens, "positions": tokens, "slots": (np.int64, (num_groups, size.tokens)),
-            "late_rows": tokens, "late_samples": tokens,
+            "ids": tokens, "positions": tokens, "late_rows": tokens, "late_samples": tokens,
             "sample_rows": (np.int64, (size.tokens + max_num_seqs,)),  # the choices of a prompt share a row
             "cu_seqlens": (np.int32, (size.sequences + 1,)), "context_lens": (np.int32, (size.sequences,)),
-            "tables": (np.int32, (num_groups, size.sequences, blocks)),
+            **{f"slots{g}": tokens for g in range(num_groups)},
+            **{f"tables{g}": (np.int32, (size.sequences, blocks)) for g in range(num_groups)},
         }  # fmt: skip
         if size.adapters:
             fields["adapters"] = tokens
@@ -100,10 +100,10 @@ class GraphInputs:
         self.batch = Batch(
             ids=views["ids"],
             positions=views["positions"],
-            slots=views["slots"].unbind(),
+            slots=tuple(views[f"slots{g}"] for g in range(num_groups)),
             cu_seqlens=views["cu_seqlens"],
             context_lens=views["context_lens"],
-            block_tables=views["tables"].unbind(),
+            block_tables=tuple(views[f"tables{g}"] for g in range(num_groups)),
             max_len=size.max_len,
             max_context=size.context,
             num_decodes=size.sequences if only_decodes else 0,
@@ -116,22 +116,22 @@ class GraphInputs:
         """Copy a step to the device, with its padding in block `spare`."""
         host = torch.empty(len(self.buffer), dtype=torch.uint8, pin_memory=self.buffer.is_cuda)
         into = host.numpy().view(self.layout)[0]
-        T, S, P = len(step.ids), len(step.context_lens), into["tables"].shape[2]
+        T, S, P = len(step.ids), len(step.context_lens), into["tables0"].shape[1]
         for name, array, value in (
             ("ids", step.ids, 0),
             ("positions", step.positions, 0),
-            ("slots", step.slots, spare * block_size),
+            *((f"slots{g}", slots, spare * block_size) for g, slots in enumerate(step.slots)),
             ("adapters", step.adapters, NO_ADAPTER),
         ):
             if array is not None:
-                into[name][..., :T] = array
-                into[name][..., T:] = value
+                into[name][:T] = array
+                into[name][T:] = value
         into["cu_seqlens"][: S + 1], into["cu_seqlens"][S + 1 :] = step.cu_seqlens, more.ends
         into["context_lens"][:S], into["context_lens"][S:] = step.context_lens, more.lengths
         # Entries behind the context of a sequence are blocks of the pool too: a kernel may compute their addresses.
-        tables = step.tables[:, step.table_rows, :P]
-        into["tables"][:, :S, : tables.shape[2]] = tables
-        into["tables"][:, :S, tables.shape[2] :] = into["tables"][:, S:] = spare
+        for g, tables in enumerate(step.tables[:, step.table_rows, :P]):
+            into[f"tables{g}"][:S, : tables.shape[1]] = tables
+            into[f"tables{g}"][:S, tables.shape[1] :] = into[f"tables{g}"][S:] = spare
         into["late_rows"][: len(step.late)], into["late_samples"][: len(step.late)] = step.late.T
         if step.sample_rows is not None:
             into["sample_rows"][: len(step.sample_rows)] = step.sample_rows

@@ -18,6 +18,7 @@ from bagu.nn.kv import CacheError
 from bagu.serve.config import EngineConfig
 from bagu.serve.graphs import Bucket, GraphInputs, bucket, padding
 from bagu.serve.inputs import StepInputs
+from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.kv.paged import PagedKV, block_bytes
 from bagu.serve.kv.pool import size_pool
 from bagu.serve.plan import Plan
@@ -122,16 +123,19 @@ def test_padding_rows_of_a_graph_do_not_change_the_others() -> None:
 def test_the_inputs_of_a_graph_are_aligned_views_of_one_buffer() -> None:
     """Choices of one prompt share its last row, so a step may have more samples than tokens."""
     model = small_model()
-    runner = Runner(model, PagedKV(model.config, 3, 4), EngineConfig(max_num_seqs=5, cuda_graphs=False), 8)
+    groups = (LayerGroup((0, 1)), LayerGroup((2,), 4))
+    kv = PagedKV(model.config, 3, 4, groups=groups)
+    runner = Runner(model, kv, EngineConfig(max_num_seqs=5, cuda_graphs=False), 8)
     size = Bucket(sequences=1, tokens=1, max_len=1, context=8, adapters=True)
-    inputs = GraphInputs(size, 4, 5, torch.device("cpu"))
+    inputs = GraphInputs(size, 4, 5, torch.device("cpu"), num_groups=2)
     step = runner.inputs.arrays(dataclasses.replace(decodes([6], [0], [2], sample_rows=[0] * 5), late=[(0, 3)]))
     inputs.fill(step._replace(adapters=np.array([1])), padding(1, 1, 1), 2, 4)
     late, adapters = inputs.late(1), inputs.batch.adapters
     assert adapters is not None and adapters.tolist() == [1]
     assert late.rows.tolist() == [0] and late.samples.tolist() == [3] and inputs.sample_rows(5).tolist() == [0] * 5
-    tensors = [t for t in (*inputs.batch, *late) if isinstance(t, torch.Tensor)]
-    assert len(tensors) == 9
+    batch = inputs.batch
+    tensors = [t for t in (*batch, *batch.slots, *batch.block_tables, *late) if isinstance(t, torch.Tensor)]
+    assert len(tensors) == 11
     for tensor in tensors:
         assert (tensor.data_ptr() - inputs.buffer.data_ptr()) % 16 == 0
         assert tensor.untyped_storage().data_ptr() == inputs.buffer.untyped_storage().data_ptr()
