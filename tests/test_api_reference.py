@@ -13,6 +13,7 @@ import bagu
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_reference_has_the_front_door(tmp_path: Path) -> None:
     pytest.importorskip("pdoc", reason="pdoc is in the extra dev")
     build = (

@@ -71,6 +71,7 @@ def test_a_release_links_to_its_repository(tmp_path: Path) -> None:
 SOURCE = "ops/paged_attention/decode.cpp"  # the smallest that includes headers of two parts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler")
 def test_it_compiles_its_cpp_outside_the_clone(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_reports_both_implementations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from bagu.bench import evaluation
 from bagu.bench.options import BenchSetting, EvalBench
 
 
+@pytest.mark.slow
 def test_a_run_records_both_rates_of_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluation.main(EvalBench(items=8, rounds=2), BenchSetting(out=tmp_path, as_json=True)) == 0
     rows = json.loads(capsys.readouterr().out)

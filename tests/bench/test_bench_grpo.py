@@ -12,6 +12,7 @@ from bagu.bench.options import BenchSetting, GrpoBench
 from bagu.errors import ArgumentError, UnknownName
 
 
+@pytest.mark.slow
 def test_a_step_is_divided_into_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"prompts": 1, "samples": 2, "prompt": 4, "new": 2, "steps": 1}
     setting = BenchSetting(dtype="fp32", device="cpu", out=tmp_path, as_json=True)

@@ -35,6 +35,7 @@ def test_the_ratio_is_that_of_each_round() -> None:
     assert found["alone_tokens_per_s"] == pytest.approx((96 + 9.6) / 2)
 
 
+@pytest.mark.slow
 def test_it_times_two_ranks_and_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(parallel.SHAPES, "tiny", TINY)
     assert parallel.main(ParallelBench(shape="tiny", rounds=2, out=tmp_path)) == 0

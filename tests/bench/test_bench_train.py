@@ -22,6 +22,7 @@ TINY = ModelConfig(vocab_size=64, hidden_size=16, num_layers=1, num_heads=2, num
                    intermediate_size=32, max_len=16)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_state_of_one_setting_is_gone_before_the_next_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def run(*args: str) -> None:
 NAMES = ("int8_linear", "conv2d", "swiglu")
 
 
+@pytest.mark.slow
 def test_layers_are_timed_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(*NAMES, "--no-compile", "--batch", "1", "--seconds", "0", "--device", "cpu", "--out", str(tmp_path), "--json")
     captured = capsys.readouterr()

@@ -54,6 +54,7 @@ def run(out: Path, start: serve.Start, **settings: object) -> tuple[int, str]:
     return status, console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_winner_is_written_and_the_same_command_resumes(tmp_path: Path) -> None:
     started: list[str] = []
 

@@ -235,6 +235,7 @@ def _stages(rows: list[Row]) -> list[int]:
     return [names.count(name) for name in dict.fromkeys(names)]
 
 
+@pytest.mark.slow
 def test_a_setting_changes_the_compiled_kernel() -> None:
     """Compiled for sm_90, in a process of its own because kernels cannot be compiled where TRITON_INTERPRET is set."""
     pytest.importorskip("triton")

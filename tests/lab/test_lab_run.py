@@ -113,7 +113,16 @@ def test_without_names_every_runnable_lab_leaves_a_result(out: Path) -> None:
     assert sorted(folder.name for folder in (out / this_machine().name).iterdir()) == QUICKEST
 
 
-@pytest.mark.parametrize("name", runnable())
+# a quick run of these takes 3 s or more
+LONG = {
+    "autotuning", "feature_scaling", "flash_attention", "kl_estimators", "memory_by_formula", "numpy_lists", "paging",
+    "prefix_cache", "prenorm_postnorm", "reward_hacking", "rollout_parity", "speculation", "triton_debug",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in runnable()]
+)
 def test_a_lab_runs_and_decides(tmp_path: Path, name: str) -> None:
     run_quick([name], tmp_path)
     folder = tmp_path / this_machine().name / name

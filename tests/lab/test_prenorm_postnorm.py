@@ -73,6 +73,7 @@ def test_plain_undoes_the_division_by_depth() -> None:
             assert a.std().item() == pytest.approx(measure.D**-0.5, rel=0.1)
 
 
+@pytest.mark.slow
 def test_gradients_before_training_match_the_theory() -> None:
     data = measure.batches((0, 1, 2))
 

@@ -42,6 +42,7 @@ def test_a_changed_source_or_header_is_recompiled(tmp_path: Path) -> None:
     assert {p.suffix for p in (tmp_path / "cache" / "native").iterdir()} == {".so"}, "temporary files are left"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, log, compiler = tmp_path / "x.cpp", tmp_path / "log", tmp_path / "c++"

@@ -1,4 +1,5 @@
-"""Every backend of every op against its fp64 reference: all cases at the default tuning, all tunings at one case.
+"""Every backend of every op against its fp64 reference: all cases at the default tuning, all tunings at one case. `make
+test` has one dtype of each case, `make test-full` and a GPU have them all.
 
 On a CPU the Triton backends run through the interpreter, where bf16 is garbage (triton-lang/triton#4972), in fp32 and
 fp16; on a GPU they are compiled and run in every dtype.
@@ -18,12 +19,12 @@ from bagu.ops.call.node import paired
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import OpSpec, Streams, _run, check
 from bagu.ops.contract.layouts import lay_out
-from tests.ops.points import DEVICE, GPU, Point, looked_through, other_points, points, tunings
+from tests.ops.points import DEVICE, GPU, Point, first_points, looked_through, other_points, points, tunings
 from tests.ops.reaching import launched
 
 POINTS = [
-    pytest.param(s, b, p, id=f"{s.name}-{b}-{p}")
-    for s in SPECS.values() for b in s.backends for p in points(s, b)
+    pytest.param(s, b, p, id=f"{s.name}-{b}-{p}", marks=() if GPU or p in first else pytest.mark.slow)
+    for s in SPECS.values() for b in s.backends for first in [first_points(s, b)] for p in points(s, b)
 ]  # fmt: skip
 TUNED = [
     pytest.param(s, b, f, id=f"{s.name}-{b}-{f}")
@@ -117,11 +118,11 @@ def test_fp64_results_are_computed_in_fp64(spec: OpSpec, backend: str) -> None:
             assert off.max() < 1e-8, f"{name} is {off.max():.1e} off"
 
 
-# For the compiler a Triton backend is one custom op, by the same code for each: here some that differ in their kinds of
-# arguments and results. `test_opcheck` has all of them, and `make test-full` compiles the others too.
+# For the compiler a Triton backend is one custom op, by the same code for each, and a torch backend is torch's own.
+# Here are some that differ in their kinds of arguments and results. `test_opcheck` and `make test-full` have all.
 GRAPHED = {"attention", "linear_cross_entropy_loss", "lora_add", "paged_attention", "rms_norm", "sample", "swiglu"}
 COMPILED = [
-    p if GPU or p.values[1] == "torch" or p.values[0].name in GRAPHED
+    p if GPU or p.values[0].name in GRAPHED
     else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
     for p in BACKENDS
 ]  # fmt: skip

@@ -43,7 +43,7 @@ def copies(args: dict[str, Any]) -> bool:
     return any(x.element_size() == 2 and x.shape[-1] * 2 % 16 for x in rows)
 
 
-POINTS = [pytest.param(s, p, id=f"{s.name}-{p}") for s in TRITON for p in points(s, "triton")[: None if GPU else 4]]
+POINTS = [pytest.param(s, p, id=f"{s.name}-{p}") for s in TRITON for p in points(s, "triton")[: None if GPU else 2]]
 
 
 @pytest.mark.parametrize("spec, point", POINTS)

@@ -169,7 +169,9 @@ def test_a_kernel_has_no_transforms_and_says_so() -> None:
 JOINED = {"encoder_layer", "mla_attention", "rope_kv_write", "self_attention"}
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(*p.values, id=p.id, marks=pytest.mark.slow if p.id in JOINED else ()) for p in ALL]
+)
 def test_make_fx_and_fake_tensors_pass(spec: OpSpec) -> None:
     args = arguments(spec, torch.float32)
     names = [t.name for t in spec.sig.tensors if args[t.name] is not None]

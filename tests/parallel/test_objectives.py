@@ -21,7 +21,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", [k if k == "sft" else pytest.param(k, marks=pytest.mark.slow) for k in MESHES])
 def test_an_objective_has_the_metrics_of_one_process(
     kind: str, two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def base(workload: Workload) -> Run:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="ranks are started with POSIX signals")
 def test_four_ranks_train_with_the_mesh_of_a_plan(tmp_path: Path) -> None:
     """The whole command, with the fastest layout of the plan that has tensor and pipeline parallelism."""

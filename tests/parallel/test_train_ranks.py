@@ -59,6 +59,7 @@ def beat_of(folder: Path, rank: int, other: int = 0) -> dict[str, Any] | None:
     return next((beat for beat in found if beat["pid"] != other), None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     """Two ranks, ZeRO-3. Rank 1 is killed after a checkpoint; the job goes on by itself; Ctrl-C ends it, saved."""

@@ -211,6 +211,7 @@ create(Path(sys.argv[1]).read_bytes(), read_schema(Path(sys.argv[2])), Path(sys.
 """
 
 
+@pytest.mark.slow
 def test_a_killed_fit_resumes_to_the_same_bits(tmp_path: Path) -> None:
     past = history(PLANTS["coating"], 80, 2)
     data, roles = tmp_path / "d.csv", tmp_path / "d.toml"

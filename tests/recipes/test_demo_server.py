@@ -33,6 +33,7 @@ def group_is_alive(leader: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="process groups")
 def test_sigterm_ends_the_server_and_its_engine(tmp_path: Path) -> None:
     """The signal goes to the starting process alone. All three processes are in its group."""

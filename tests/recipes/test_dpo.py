@@ -212,6 +212,7 @@ def test_lora_trains_only_adapters(run: Run, tmp_path: Path, reference: Any, sto
     assert torch.equal(done.model.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
 
 
+@pytest.mark.slow
 def test_a_paused_kto_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
     run = replace(run, objective=PreferenceOptimization(variant="kto"))
     whole = train(run, tmp_path / "whole")

@@ -93,6 +93,7 @@ def test_the_versions_of_a_repository_take_the_option(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_server_stops_where_transformers_does_and_samples_as_the_file_says(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = saved(tmp_path)

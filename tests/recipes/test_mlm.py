@@ -71,6 +71,7 @@ class PressAt(Observer):
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_it_learns_to_fill_in_what_is_hidden(texts: Path, tmp_path: Path) -> None:
     run = tiny(texts, "train.steps=120", "train.eval_every=40", "train.optimizer.lr=0.02")
     train(run, tmp_path / "run", progress=PressAt())

@@ -276,6 +276,7 @@ def test_it_trains_evaluates_checkpoints_and_reports_by_the_command(
     assert "Bits per byte" not in page
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
     """Its reference is the model the run started from, and beta what it had grown to."""
     whole = train(run, tmp_path / "whole")

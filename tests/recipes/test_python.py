@@ -142,6 +142,7 @@ def test_representations_are_short(model: bagu.Model) -> None:
     assert len(repr(model.network)) < 600 and len(repr(model.score("one two"))) < 80
 
 
+@pytest.mark.slow
 def test_minutes_give_a_run_of_the_steps_that_fit(trained: dict[str, Any]) -> None:
     run = bagu.fit(trained["texts"], minutes=0.02, settings=trained["small"])
     schedule = json.loads((run.folder / "config.json").read_text())["train"]["schedule"]

@@ -123,6 +123,7 @@ def test_lora_trains_only_adapters_and_the_score_head(run: Run, tmp_path: Path) 
     assert torch.equal(done.model.state_dict()["norm.weight"], model.state_dict()["norm.weight"])
 
 
+@pytest.mark.slow
 def test_a_paused_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> None:
     whole = train(run, tmp_path / "whole")
     train(run, tmp_path / "run", pause_after=5)

@@ -125,6 +125,7 @@ def test_a_run_without_improvement_ends_with_its_best_weights(folder: Path, caps
     assert all(torch.equal(ended[name], value) for name, value in saved.items())
 
 
+@pytest.mark.slow
 def test_early_stopping_resumes_exactly(folder: Path) -> None:
     settings = (tasks(folder), "train.steps=40", f"train.best.metric={SCORE}", "train.best.patience=2")
     assert bagu(folder, "text", "small", *settings) == 0

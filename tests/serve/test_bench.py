@@ -297,6 +297,7 @@ def test_default_lengths_need_room_for_a_token() -> None:
         fitting(None, None, longest=64, shared_prefix=63)
 
 
+@pytest.mark.slow
 def test_a_server_of_a_short_model_is_loaded_with_what_it_takes(tmp_path: Path) -> None:
     with running_server(tmp_path / "stderr", "--max-model-len", "40") as short:
         assert bench_serve.main(nullcontext(short.url), Load(requests=3), out=tmp_path) == 0

@@ -108,6 +108,7 @@ def test_a_disconnect_cancels_the_call(encoder: Running) -> None:
     assert encoder.get("/engine")["steps"] - before < 1000
 
 
+@pytest.mark.slow
 def test_a_full_queue_returns_429_and_a_killed_server_ends_its_engine(tmp_path: Path) -> None:
     """As for completions, the queue has `max_num_seqs` calls and `max_queue` more. The engine works when its server is
     killed."""

@@ -177,6 +177,7 @@ def test_an_endless_head_is_refused(mortal: Running) -> None:
         assert b" 431 " in received(connection).split(b"\r\n")[0]
 
 
+@pytest.mark.slow
 def test_calls_get_an_error_after_the_shutdown_timeout(tmp_path: Path) -> None:
     """A stream gets an event, another call a status; a client that does not read is disconnected; no traceback."""
     body = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}

@@ -69,11 +69,11 @@ def test_logits_are_those_of_a_cache_with_rounded_keys_and_values(name: str, kin
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prefix_cache": False},
-        {"block_size": 1},
-        {"num_blocks": 14},
+        pytest.param({"prefix_cache": False}, marks=pytest.mark.slow),
+        pytest.param({"block_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"num_blocks": 14}, marks=pytest.mark.slow),
         {"num_blocks": 11, "max_num_batched_tokens": 8},
-        {"async_scheduling": True, "max_num_batched_tokens": 8},
+        pytest.param({"async_scheduling": True, "max_num_batched_tokens": 8}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -228,6 +228,7 @@ def test_shortcuts_are_listed_and_the_answer_is_announced(page: Any, server: Stu
     assert page.evaluate("document.activeElement.id") == "input"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["en-US", "zh-CN"])
 def test_a_comparison_fits_a_phone(browser: Any, server: Stub, language: str) -> None:
     server.models = ["a-model-with-a-long-name", "another-model-with-a-longer-name"]

@@ -76,7 +76,7 @@ UNNAMED = """nodes => nodes
     .map((node) => node.outerHTML)"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_everything_has_a_name_and_enough_contrast(browser: Any, server: Stub, scheme: str) -> None:
     server.answer = THOUGHT + "\n\n" + ANSWER + "\n\n$\\alpha$ $\\unknown$ > quoted\n\n> quoted\n\n[a](https://e.org)"
     context = browser.new_context(viewport={"width": 1500, "height": 900}, locale="en-US", color_scheme=scheme)

@@ -223,6 +223,7 @@ def test_traffic_is_split_kept_by_user_and_returns_when_an_engine_dies(
     restore(server, folder)
 
 
+@pytest.mark.slow
 def test_the_version_before_can_be_promoted_again_during_the_trial(
     client: openai.OpenAI, server: Running, folder: Path
 ) -> None:
@@ -243,6 +244,7 @@ def children(server: Running) -> list[int]:
     return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_version_is_replaced_where_memory_is_for_one_only(
     client: openai.OpenAI, server: Running, folder: Path
 ) -> None:
@@ -294,6 +296,7 @@ def test_the_routes_are_documented(server: Running) -> None:
             assert str(answer.status_code) in operation["responses"], (path, answer.text)
 
 
+@pytest.mark.slow
 def test_sigterm_during_a_swap_ends_everything(tmp_path: Path) -> None:
     """With `bagu serve` and saved models. A running stream ends, the promotion gets 503, and no process is left."""
     from tiny_server import load as tiny_model

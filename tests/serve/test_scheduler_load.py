@@ -121,7 +121,7 @@ def assert_unservable(fake: FakeEngine, request: Request) -> None:
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ten_thousand_requests_with_random_aborts_release_everything(depth: int) -> None:
     rng = random.Random(depth)
     fake = engine(num_blocks=20, max_num_seqs=16, max_num_batched_tokens=64, depth=depth, audit=False)

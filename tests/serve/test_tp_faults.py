@@ -79,6 +79,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for each in found for child in each]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads the children of a process from /proc")
 def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")

@@ -136,6 +136,7 @@ def test_a_number_that_is_not_finite_refuses_the_step() -> None:
     assert step(state, batches()).skipped is not None
 
 
+@pytest.mark.slow
 def test_it_learns_with_and_without_lora() -> None:
     """As fast as without fp8: the difference of the losses is far below their fall."""
 

@@ -157,6 +157,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert result.step == 4 and result.checkpoint == done.checkpoint and result.metrics == {}
 
 
+@pytest.mark.slow
 def test_a_run_paused_before_its_cooldown_and_given_another_length_is_a_run_of_that_length(tmp_path: Path) -> None:
     """What `bagu demo` does when its first steps show how many fit into its time."""
     schedule = ScheduleConfig(kind="wsd", warmup_steps=2, decay_share=0.5)

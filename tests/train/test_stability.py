@@ -132,6 +132,7 @@ def test_a_poisoned_batch_is_skipped_and_the_run_recovers() -> None:
     assert after < 1.3 * want
 
 
+@pytest.mark.slow
 def test_a_bad_stretch_is_left_behind_by_going_back(tmp_path: Path) -> None:
     data, notes = loader(), Notes()
     result = fit(CONFIG, model(), data, folder=tmp_path, observers=[notes], loss=NaNAt(data, range(25, 31)))

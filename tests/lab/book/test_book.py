@@ -241,7 +241,7 @@ def test_the_language_and_the_colours_change_without_a_reload_and_stay(book: Pat
     page.context.close()
 
 
-@pytest.mark.parametrize("width", [360, 1300])
+@pytest.mark.parametrize("width", [360, pytest.param(1300, marks=pytest.mark.slow)])
 def test_no_page_is_wider_than_the_window(book: Path, browser: Any, width: int) -> None:
     page, _ = opened(browser, book / "index.html", viewport={"width": width, "height": 800})
     kinds = (

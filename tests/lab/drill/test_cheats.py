@@ -77,6 +77,7 @@ def test_torch_may_not_compute_for_a_kernel(answers: Answers) -> None:
     assert "torch computes mul" in found.failures[0].message
 
 
+@pytest.mark.slow
 def test_plain_attention_is_not_flash_attention(answers: Answers) -> None:
     source = drill("flash_attention").solutions["torch"].replace("BLOCK = 64", "BLOCK = 4096")
     found = graded(answers, source, "flash_attention")

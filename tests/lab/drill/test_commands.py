@@ -97,6 +97,7 @@ def test_a_wrong_answer_takes_no_place() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_drill_is_a_reward() -> None:
     from bagu.lab.drill.reward import DrillReward
     from bagu.recipes.rewards import load_reward, provided
