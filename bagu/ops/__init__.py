@@ -20,6 +20,7 @@ from bagu.ops.encoder_layer import encoder_layer
 from bagu.ops.fp8_matmul import fp8_matmul
 from bagu.ops.geglu import geglu
 from bagu.ops.gelu import gelu
+from bagu.ops.group_assign import group_assign
 from bagu.ops.group_norm import group_norm
 from bagu.ops.grouped_matmul import grouped_matmul
 from bagu.ops.gumbel_softmax import gumbel_softmax
@@ -69,6 +70,7 @@ __all__ = [
     "fp8_matmul",
     "geglu",
     "gelu",
+    "group_assign",
     "group_norm",
     "grouped_matmul",
     "gumbel_softmax",

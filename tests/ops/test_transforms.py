@@ -26,7 +26,7 @@ ONCE = {  # without a second derivative, by the op that refuses it
     "linear_cross_entropy_loss": "linear_cross_entropy_loss", "self_attention": "attention",
 }  # fmt: skip
 # Graphs of PyTorch's own nodes: a backward that alone is inside autocast has PyTorch's autocast products.
-PLAIN_PRODUCTS = {"encoder_layer", "linear_attention", "matmul", "mlp", "self_attention"}
+PLAIN_PRODUCTS = {"encoder_layer", "group_assign", "linear_attention", "matmul", "mlp", "self_attention"}
 
 
 def arguments(spec: OpSpec, dtype: torch.dtype = torch.float64, case: Case | None = None) -> dict[str, Any]:
