@@ -26,7 +26,7 @@ from bagu.nn.position_choices import (
     yarn_mscale,
 )
 
-FFNKind = Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
+FFNKind = Literal["gelu", "gelu_tanh", "gelu_quick", "relu2", "swiglu", "geglu", "geglu_tanh"]
 GATED: tuple[FFNKind, ...] = ("swiglu", "geglu", "geglu_tanh")
 
 

@@ -27,6 +27,8 @@ def activate(kind: FFNKind, x: torch.Tensor, clamp: GateClamp | None = None) -> 
             return ops.gelu(x)
         case "gelu_tanh":
             return ops.gelu(x, approximate=True)
+        case "gelu_quick":  # CLIP
+            return x * sigmoid(1.702 * x)
         case "relu2":
             return ops.relu_squared(x)
 

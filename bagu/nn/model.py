@@ -28,6 +28,13 @@ from bagu.nn.norm import make_norm
 from bagu.nn.positions import make_encoding
 
 
+class Placed(NamedTuple):
+    """Vectors that take the place of some tokens' embeddings: patches of an image."""
+
+    rows: torch.Tensor  # [N] int64: which of the T tokens
+    vectors: torch.Tensor  # [N, D]
+
+
 class Output(NamedTuple):
     hidden: torch.Tensor  # [T, D]: the input of the head, after the last norm
     aux_loss: torch.Tensor | None  # [] fp32: to add to the loss; the sum over layers with a load-balancing loss
@@ -114,15 +121,16 @@ class Transformer(nn.Module):
         kv: KV | None = None,
         *,
         token_types: torch.Tensor | None = None,
+        placed: Placed | None = None,
     ) -> Output:
         """Return the hidden state of each of T tokens.
 
-        `positions[T]` are positions in the sequence, `cu_seqlens[S + 1]` the offsets of segments, `max_len` a host
-        bound on their length. With a KV view the tokens are the new tokens of its sequences, and `positions` continue
-        after the past.
+        `placed` has vectors for tokens that are no words; their `ids` are not used. `positions[T]` are positions in the
+        sequence, `cu_seqlens[S + 1]` the offsets of segments, `max_len` a host bound on their length. With a KV view
+        the tokens are the new tokens of its sequences, and `positions` continue after the past.
         """
         self._check(max_len, kv)
-        x = self._embed(ids, positions, token_types)
+        x = self._embed(ids, positions, token_types, placed)
         longest = max_len if kv is None else self.config.max_len  # cached keys keep the factors of LongRoPE
         context = Context(cu_seqlens, max_len, self.positions.signals(positions, longest), kv)
         delta, routings = None, []
@@ -158,12 +166,20 @@ class Transformer(nn.Module):
                 hint="call model.eval() first",
             )
 
-    def _embed(self, ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor | None) -> torch.Tensor:
+    def _embed(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        placed: Placed | None = None,
+    ) -> torch.Tensor:
         x: torch.Tensor = self.embedding(ids)
         if self.config.norm.placement == "none":
             x = x / self.config.init_std  # the stream starts at standard deviation 1, as expected_size assumes
         if self.config.multipliers.embedding != 1.0:
             x = x * _rounded(self.config.multipliers.embedding, x.dtype)
+        if placed is not None:
+            x = x.index_copy(0, placed.rows, placed.vectors.to(x.dtype))
         if self.token_types is not None:
             x = x + self.token_types(torch.zeros_like(ids) if token_types is None else token_types)
         elif token_types is not None:

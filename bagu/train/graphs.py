@@ -18,7 +18,7 @@ from torch.func import functional_call
 from bagu.nn.change import running_as
 from bagu.nn.config import Alibi, ModelConfig, T5Relative
 from bagu.nn.kv import KV
-from bagu.nn.model import Output, Transformer
+from bagu.nn.model import Output, Placed, Transformer
 
 SMALL = 4e12  # FLOPs of a forward and backward: 10 ms on an H200, about the time a host needs to launch a step
 BEFORE = 2  # calls of a shape that run without a graph
@@ -67,16 +67,18 @@ class _Graphs:
         kv: KV | None = None,
         *,
         token_types: torch.Tensor | None = None,
+        placed: Placed | None = None,
     ) -> Output:
         shape = (ids.shape, cu_seqlens.shape, max_len)
-        training = self.model.training and torch.is_grad_enabled() and kv is None and token_types is None
+        plain = kv is None and token_types is None and placed is None
+        training = plain and self.model.training and torch.is_grad_enabled()
         if training and 6 * self.parameters * len(ids) <= SMALL:
             self._calls[shape] += 1
             if self._calls[shape] > BEFORE and shape not in self.graphs and len(self.graphs) < SHAPES:
                 self.graphs[shape] = self._capture(ids, positions, cu_seqlens, max_len)
             if shape in self.graphs and shape not in self._open:
                 return Output(self._replayed(shape, ids, positions, cu_seqlens), None, ())
-        return self.forward(ids, positions, cu_seqlens, max_len, kv, token_types=token_types)
+        return self.forward(ids, positions, cu_seqlens, max_len, kv, token_types=token_types, placed=placed)
 
     def _replayed(self, shape: tuple[Any, ...], *batch: torch.Tensor) -> torch.Tensor:
         """The hidden states. A graph cannot be replayed again before its backward: a second forward would overwrite the

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bagu.errors import BackendError, BaguError
 from bagu.machine import device as machine
+from bagu.nn.block import Block
 from bagu.nn.change import running_as
 from bagu.nn.model import Transformer
 from bagu.train.graphs import can_capture, captured
@@ -37,7 +38,8 @@ def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Ite
     with ExitStack() as stack:
         if config.deterministic:
             stack.enter_context(deterministic(device))
-        blocks = list(model.get_submodule("blocks").children())
+        # a vision model has several Transformers; of one that is divided, "blocks" are those of this rank
+        blocks = list(model.get_submodule("blocks").children()) if hasattr(model, "blocks") else _blocks(model)
         if config.activation_checkpointing != "none":
             stack.enter_context(_recomputing(blocks, config.activation_checkpointing))
         compiles = config.compile is not False and _can_compile(device, asked=config.compile is True)
@@ -56,6 +58,10 @@ def prepared(model: nn.Module, config: TrainConfig, device: torch.device) -> Ite
         stack.callback(model.train, was_training)
         model.train()
         yield
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def _as_it_is(config: TrainConfig) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from bagu.data.pictures.glyphs import SANS, SIDE, Language, masks
-from bagu.data.pictures.paint import BRIGHTNESS, CONTRAST, colours, turned, uniform
+from bagu.data.pictures.paint import colours, turned, uniform
 
 THINGS = {
     "⌂": ("house", "房子"), "☺": ("face", "笑脸"), "♥": ("heart", "红心"), "♠": ("spade", "黑桃"),
@@ -104,7 +104,8 @@ class Drawn(NamedTuple):
 
 
 def paint_scenes(scenes: list[Scene], stream: torch.Generator, *, styles: tuple[str, ...] = SANS) -> Drawn:
-    """Each thing in a style, size, place and colour of its own, on one ground per scene."""
+    """Each thing in a style, size and place of its own. A scene has one ink and one ground: colour tells ground and
+    thing apart, and not two things."""
     table = torch.stack([masks(list(CHARS), style, SIDE) for style in styles])
     owner = torch.tensor([i for i, scene in enumerate(scenes) for _ in scene.things])
     place = torch.tensor([k for scene in scenes for k in range(len(scene.things))])
@@ -112,18 +113,13 @@ def paint_scenes(scenes: list[Scene], stream: torch.Generator, *, styles: tuple[
     cell = torch.tensor([c for scene in scenes for c in scene.cells])
     style = torch.randint(len(styles), thing.shape, generator=stream)
     covers = turned(table[style, thing], CELL, stream)
-    ink, _ = colours(len(thing), stream)
-    _, ground = colours(len(scenes), stream)
-    weights = torch.tensor(BRIGHTNESS)
-    shade = (ground[owner] @ weights).unsqueeze(1)
-    close = ((ink @ weights).unsqueeze(1) - shade).abs() < CONTRAST  # too close to its ground: black or white instead
-    ink = torch.where(close, (shade < 0.5).to(ink.dtype).expand_as(ink), ink)
+    ink, ground = colours(len(scenes), stream)
     pictures = ground[:, :, None, None].expand(-1, -1, CANVAS, CANVAS).clone()
     labels = torch.zeros(len(scenes), CANVAS, CANVAS, dtype=torch.uint8)
     for i in range(len(thing)):
         n, y, x = int(owner[i]), int(cell[i]) // 2 * CELL, int(cell[i]) % 2 * CELL
         view = pictures[n, :, y : y + CELL, x : x + CELL]
-        view.copy_(covers[i] * ink[i, :, None, None] + (1 - covers[i]) * view)
+        view.copy_(covers[i] * ink[n, :, None, None] + (1 - covers[i]) * view)
         labels[n, y : y + CELL, x : x + CELL][covers[i] > 0.5] = int(place[i]) + 1
     noise = uniform((1,), 0.01, 0.03, stream) * torch.randn(pictures.shape, generator=stream)
     return Drawn(((pictures + noise).clamp(0, 1) * 255).round().to(torch.uint8), labels)

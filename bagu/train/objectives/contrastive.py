@@ -34,7 +34,7 @@ MIX, SHIFT = 0x9E3779B97F4A7C15 - 2**64, 29  # of the hash that finds equal text
 
 
 def contrastive_nll(
-    queries: torch.Tensor, passages: torch.Tensor, scale: float, keep: torch.Tensor | None = None
+    queries: torch.Tensor, passages: torch.Tensor, scale: float | torch.Tensor, keep: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[N] nats: the mean over both directions of -log softmax(scale · cosine) at the own partner.
 

@@ -1,0 +1,125 @@
+"""A vision-language model: ViT, pixel shuffle, projector, and any decoder of the package.
+
+The text has one placeholder token per vector of an image; the decoder's `placed` puts the projected patches there.
+Positions run on, so an image is a run of tokens like any other: packing, KV cache and prefix cache need nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Unpack
+
+import torch
+from torch import nn
+
+from bagu.errors import ArgumentError
+from bagu.nn.change import evaluating
+from bagu.nn.choices import at_least, refuse
+from bagu.nn.config import ModelConfig
+from bagu.nn.ffn import activate
+from bagu.nn.kv import KV, DenseKV
+from bagu.nn.linear import Factory, Linear
+from bagu.nn.model import Output, Placed, Transformer
+from bagu.nn.vision.vit import Seen, ViT, ViTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLMConfig:
+    """`shuffle` × `shuffle` neighbouring patches become one vector for the decoder (pixel shuffle): fewer tokens, wider
+    features. `image_token` is the placeholder's id in the decoder's vocabulary."""
+
+    kind: Literal["vlm"] = "vlm"
+    vit: ViTConfig
+    decoder: ModelConfig
+    image_token: int
+    shuffle: int = 2
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "shuffle")
+        if self.vit.side % self.shuffle:
+            refuse(f"shuffle = {self.shuffle} of {self.vit.side} patches along a side", "choose a divisor")
+        if not 0 <= self.image_token < self.decoder.vocab_size:
+            refuse(f"image_token = {self.image_token} of {self.decoder.vocab_size} tokens", "it is a token's id")
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of an image of the largest size."""
+        return (self.vit.side // self.shuffle) ** 2
+
+
+def shuffled(patches: torch.Tensor, grid: tuple[int, int], block: int) -> torch.Tensor:
+    """[rows * columns / block², block² * D] of the patches [rows * columns, D] of an image."""
+    rows, columns = grid
+    x = patches.view(rows // block, block, columns // block, block, -1)
+    return x.transpose(1, 2).reshape(rows * columns // block**2, -1)
+
+
+class VLM(nn.Module):
+    def __init__(self, config: VLMConfig, **factory: Unpack[Factory]) -> None:
+        super().__init__()
+        self.config = config
+        wide, D = config.vit.hidden_size * config.shuffle**2, config.decoder.hidden_size
+        self.vit = ViT(config.vit, **factory)
+        self.up = Linear(wide, D, bias=True, **factory)
+        self.down = Linear(D, D, bias=True, **factory)
+        self.decoder = Transformer(config.decoder, **factory)
+
+    def encode(self, images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The vectors [N, D] of each image, in the order of its placeholders."""
+        seen: Seen = self.vit(images)
+        grids, block = seen.packed.grids, self.config.shuffle
+        if wrong := next((g for g in grids if g[0] % block or g[1] % block), None):
+            raise ArgumentError(f"an image of {wrong[0]} × {wrong[1]} patches", hint=f"give multiples of {block}")
+        counts = [rows * columns for rows, columns in grids]
+        parts = seen.hidden[seen.packed.rows].split(counts)
+        wide = torch.cat([shuffled(part, grid, block) for part, grid in zip(parts, grids, strict=True)])
+        vectors = self.down(activate("gelu", self.up(wide)))
+        return list(vectors.split([n // block**2 for n in counts]))
+
+    def place(self, ids: torch.Tensor, images: torch.Tensor | Sequence[torch.Tensor]) -> Placed:
+        """The vectors of all images at the placeholders of ids[T], in order."""
+        vectors = torch.cat(self.encode(images))
+        rows = torch.nonzero(ids == self.config.image_token).squeeze(1)
+        if len(rows) != len(vectors):
+            raise ArgumentError(
+                f"the text has {len(rows)} image tokens, and the images {len(vectors)} vectors",
+                hint=f"write {self.config.image_tokens} image tokens for each image",
+            )
+        return Placed(rows, vectors)
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, kv: KV | None = None,
+        *, images: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> Output:  # fmt: skip
+        """As `Transformer.forward`, with the images whose placeholders are in `ids`."""
+        placed = None if images is None else self.place(ids, images)
+        out: Output = self.decoder(ids, positions, cu_seqlens, max_len, kv, placed=placed)
+        return out
+
+    @torch.no_grad()
+    def answer(
+        self, prompts: Sequence[Sequence[int]], images: torch.Tensor | Sequence[torch.Tensor], max_new: int, eos_id: int
+    ) -> list[list[int]]:
+        """Greedy answers to a batch of prompts that contain the placeholders of `images`, in order."""
+        table = self.decoder.embedding.weight
+        kv = DenseKV(
+            self.decoder.config, len(prompts), max(map(len, prompts)) + max_new, device=table.device, dtype=table.dtype
+        )
+        new: list[list[int]] = [list(p) for p in prompts]
+        found: list[list[int]] = [[] for _ in prompts]
+        with evaluating(self):
+            for step in range(max_new):
+                positions, cu_seqlens, max_len = kv.plan([len(n) for n in new])
+                ids = torch.tensor([i for n in new for i in n], device=table.device)
+                hidden = self(ids, positions, cu_seqlens, max_len, kv, images=images if step == 0 else None).hidden
+                alive = [i for i, n in enumerate(new) if n]
+                drawn = self.decoder.logits(hidden[cu_seqlens[1:].long()[alive] - 1]).argmax(-1).tolist()
+                new = [[] for _ in prompts]
+                for i, token in zip(alive, drawn, strict=True):
+                    if token != eos_id:
+                        found[i].append(token)
+                        new[i] = [token]
+                if not any(new):
+                    break
+        return found

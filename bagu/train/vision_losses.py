@@ -1,0 +1,93 @@
+"""The losses of models with images: contrastive for two towers, next token for a vision-language model.
+
+A micro-batch holds packed texts and the images that belong to them. `contrastive_nll` never has a matrix of batch by
+batch; the negatives of a pair are those of its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from bagu import ops
+from bagu.train.loss import Loss, Metrics, MicroBatchLoss, Totals
+from bagu.train.objectives.contrastive import contrastive_nll
+from bagu.types import IGNORE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureBatch:
+    """Images, one per text, and packed texts. `targets` are None for two towers."""
+
+    images: torch.Tensor  # [B, 3, S, S] uint8
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    cu_seqlens: torch.Tensor  # [B + 1] int32
+    max_len: int
+    targets: torch.Tensor | None = None  # [T] int64, IGNORE where nothing is learned: images, questions
+    num_targets: int = 0
+    num_padding: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> PictureBatch:
+        names = [n for n in ("images", "ids", "positions", "cu_seqlens", "targets") if getattr(self, n) is not None]
+        return replace(self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in names})
+
+
+def packed_texts(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The fields of a PictureBatch for texts of token ids."""
+    lengths = torch.tensor([len(t) for t in texts])
+    ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+    ids = torch.tensor([i for t in texts for i in t])
+    positions = torch.arange(len(ids)) - ends[:-1].repeat_interleave(lengths)
+    return {"ids": ids, "positions": positions, "cu_seqlens": ends.int(), "max_len": int(lengths.max())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureTotals(Totals):
+    units: int  # pairs, or target tokens
+
+    @classmethod
+    def of(cls, batches: Sequence[PictureBatch], units: int) -> PictureTotals:
+        return cls(tokens=sum(b.num_tokens for b in batches), padding=0, units=units)
+
+
+class TowersLoss(Loss[PictureBatch, PictureTotals]):
+    """InfoNCE of images and texts: the mean over both directions and the pairs of a step."""
+
+    def totals(self, batches: Sequence[PictureBatch]) -> PictureTotals:
+        return PictureTotals.of(batches, sum(len(b.images) for b in batches))
+
+    def __call__(self, model: Any, batch: PictureBatch, totals: PictureTotals) -> MicroBatchLoss:
+        images = model.image_vectors(batch.images)
+        texts = model.text_vectors(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len)
+        nll = contrastive_nll(images.float(), texts.float(), model.scale.float())
+        loss = nll.sum() / totals.units
+        return MicroBatchLoss(loss=loss, metrics={"nll": loss.detach()})
+
+    def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
+        return {"loss_nats": sums["nll"], "pairs": totals.units}
+
+
+class AnswerLoss(Loss[PictureBatch, PictureTotals]):
+    """Cross-entropy of the answers' tokens: images and questions are read, not learned."""
+
+    def totals(self, batches: Sequence[PictureBatch]) -> PictureTotals:
+        return PictureTotals.of(batches, sum(b.num_targets for b in batches))
+
+    def __call__(self, model: Any, batch: PictureBatch, totals: PictureTotals) -> MicroBatchLoss:
+        assert batch.targets is not None
+        out = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, images=batch.images)
+        learned = batch.targets != IGNORE
+        own, lse = ops.linear_cross_entropy(out.hidden[learned], model.decoder.head_weight, batch.targets[learned])
+        loss = (lse - own).sum() / totals.units
+        return MicroBatchLoss(loss=loss, metrics={"nll": loss.detach()})
+
+    def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
+        return {"loss_nats": sums["nll"], "targets": totals.units}
