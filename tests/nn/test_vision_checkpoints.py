@@ -114,7 +114,7 @@ def test_siglip_and_back(tmp_path, text):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"hidden_act": "relu"}, "hidden_act"), ({"image_size": [16, 24]}, "image_size"), ({"patch_size": 7}, "patches"),
+        ({"hidden_act": "relu"}, "hidden_act"), ({"image_size": [8, 9]}, "image_size"), ({"patch_size": 7}, "patches"),
         ({"is_causal": True}, "is_causal"), ({"model_type": "dinov2"}, "dinov2"), ({"num_hidden_layers": 3}, "missing"),
         ({"architectures": ["ViTForImageClassification"]}, "ViTForImageClassification"), ({"hidden_size": 48}, "shape"),
         ({"num_hidden_layers": 1}, "not in this model"), ({"num_attention_heads": 3}, "num_heads"),
