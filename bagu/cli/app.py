@@ -90,7 +90,7 @@ def version() -> None:
 for verb in (models.demo, models.train):
     app.command(section=MAKE)(verb)
 app.command("eval", section=MAKE)(models.evaluate)
-for verb in (models.compare, models.report, models.export):
+for verb in (models.compare, models.report, models.watch, models.export):
     app.command(section=MAKE)(verb)
 app.add_typer(models.tokenizers, name="tokenizer", rich_help_panel=MAKE)
 app.add_typer(data, name="data", rich_help_panel=MAKE)

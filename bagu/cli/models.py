@@ -36,6 +36,7 @@ def demo(given: DemoOptions) -> None:
     groups={
         "Run": "config accept_data_change resume_auto reward prompt wandb",
         "Several processes": "mesh nproc max_restarts hang_timeout explain",
+        "Parameter server": "servers workers delay compress local_steps ray",
     },
 )
 def train(given: TrainOptions) -> None:
@@ -60,6 +61,24 @@ def train(given: TrainOptions) -> None:
         print("bagu: stopped", file=sys.stderr)
         status = 130
     raise typer.Exit(status)
+
+
+def watch(
+    run: Annotated[Path, Argument(help="The folder of the run.")],
+    delay: Annotated[int | None, Option(help="Set how many updates workers may be ahead, while it runs.")] = None,
+    once: Annotated[bool, Option("--once", help="Print one state and end.")] = False,
+) -> None:
+    """Show the parameter servers of a run: ranges and their holders, clocks, idle share, age of weights, bytes.
+
+    Examples:
+      bagu watch runs/ps
+      bagu watch runs/ps --delay 4 --once
+    """
+    check_files(run)
+    from bagu.recipes.served import watch_main
+
+    with dying_of_sigint():
+        raise typer.Exit(watch_main(run, delay=delay, once=once))
 
 
 def _drill_reward(name: str) -> Any:

@@ -21,6 +21,7 @@ from bagu.machine.terminal import Terminal, counted
 from bagu.nn.onnx_export import check_onnx, export_onnx
 from bagu.parallel.launch import Place, find_place, use_own_gpu
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.server.place import read_place
 from bagu.recipes.catalogue import recipe as find_recipe
 from bagu.recipes.catalogue import with_data, with_start
 from bagu.recipes.explanation import Explanation
@@ -30,6 +31,7 @@ from bagu.recipes.length import progress_of, train_for, with_steps
 from bagu.recipes.models import load_model, save_as_gguf, save_model, tokenizer_folder
 from bagu.recipes.ranks import asked_ranks, mesh_settings, one_sentence, opened_mesh, start_ranks
 from bagu.recipes.run import Run, load_run, with_settings
+from bagu.recipes.served import as_worker, start_group, with_servers
 from bagu.recipes.summary import Summary
 from bagu.recipes.training import Trained, check, train
 from bagu.recipes.verbs import ExportOptions, TrainOptions
@@ -63,16 +65,24 @@ def train_main(given: TrainOptions) -> int:
         if given.resume and given.resume_auto:
             raise ArgumentError("--resume and --resume auto are both given", hint="leave one out")
         divide = not given.resume and not _shapes_steps(given.settings)
+        say = partial(print, "bagu:", file=sys.stderr, flush=True)
         run = _built(given, partial(mesh_settings, given=given, place=place, divide=divide))
+        server_place = read_place()
+        quiet = server_place is not None  # the launcher has said it
+        run = with_servers(run, given, divide=divide, say=(lambda _: None) if quiet else say)
         if given.resume_auto and RunFolder(given.out).is_run():
             run = held_run(run, RunFolder(given.out), fitted=not _context_chosen(given))
             given = replace(given, resume=True)
         run.train.mesh.check_ranks(asked_ranks(given, place))
+        if run.train.served is not None and server_place is None and not given.dry_run:
+            again = to_arguments(given, without=("ray",))
+            resume = given.resume or given.resume_auto  # one sentence before processes are started
+            check(run, given.out, resume=resume, accept_data_change=given.accept_data_change)
+            return start_group(run, given, again, say)
         if given.nproc is None or place is not None or given.dry_run:
             return _train(run, replace(given, resume=given.resume or given.resume_auto), place)
         without = ("mesh", "nproc", "max_restarts", "hang_timeout", *(("resume",) if given.resume_auto else ()))
         again = to_arguments(given, without=without)
-        say = partial(print, "bagu:", file=sys.stderr, flush=True)
         return start_ranks(run, given, lambda mesh: ["train", *again, "--mesh", str(mesh)], say)
 
 
@@ -149,6 +159,7 @@ def _named_settings(given: TrainOptions) -> list[str]:
 def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     """Train a run, alone or as one of its ranks, and write its report."""
     out, resume, accept_data_change = given.out, given.resume, given.accept_data_change
+    server_place = read_place()
     console = Terminal(stderr=True)
     explanation = Explanation(run, partial(console.print, highlight=False, soft_wrap=True, markup=False))
 
@@ -173,6 +184,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
                 announce=partial(announce, mesh) if pause_after is None else None, prompts=given.prompt or PROMPTS,
                 mesh=mesh, timeline=given.explain, fit_context=not chosen,
                 progress=None if given.minutes is None else progress_of(run, pause_after),
+                served=as_worker(run, server_place),
             )  # fmt: skip
 
         if given.minutes is None:
@@ -181,7 +193,7 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
             run, done = train_for(given.minutes, run, time.monotonic(), start)
     if given.explain and (place is None or place.rank == 0):
         explanation.after(mesh, done.fit)
-    if place is not None and place.rank > 0:
+    if (place is not None and place.rank > 0) or (server_place is not None and server_place.number > 0):
         return 130 if done.fit.interrupted else 0
     report = report_of(run, done)
     again = f"bagu train --resume --out {out}"

@@ -48,6 +48,7 @@ from bagu.train.objective import TrainingData
 from bagu.train.objectives.token_objective import TokenObjective
 from bagu.train.rl.loader import RolloutLoader
 from bagu.train.rl.policy_objective import PolicyObjective
+from bagu.train.served.worker import Served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ def train(
     mesh: Mesh | None = None,
     timeline: bool = False,
     fit_context: bool = False,
+    served: Served | None = None,
 ) -> Trained:
     """Train a run in folder `out`. `prompts` are continued every `train.sample_every` steps; a run with rollouts shows
     some of its answers instead.
@@ -103,9 +105,11 @@ def train(
     `pause_after` stops after this many steps; a call with `resume` continues. Nothing in the folder changes until
     everything is checked, including the checkpoint of a resume. With a `mesh` every rank calls it; rank 0 alone writes
     to the folder, except the ranks' parts of checkpoints. `timeline` records the last step of a pipeline. `fit_context`
-    lets the objective choose the context by the model and the data (fine-tuning: that of the longest chat).
+    lets the objective choose the context by the model and the data (fine-tuning: that of the longest chat). `served` is
+    this process as a worker of a parameter server; worker 0 writes.
     """
-    folder, first = RunFolder(out), mesh is None or mesh.rank == 0
+    folder = RunFolder(out)
+    first = (mesh is None or mesh.rank == 0) and (served is None or served.first)
     if first:
         folder.check_free(resume=resume)
         if run.wandb is not None:
@@ -133,7 +137,7 @@ def train(
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
         task_scores = TaskEvaluation(run, tasks, inputs.tokenizer) if tasks else None
         evaluate = partial(_evaluate, loss, data, run.eval_batches, task_scores) if run.train.eval_every else None
-        sample = _sampler(inputs, prompts, data) if run.train.sample_every else None
+        sample = _sampler(inputs, prompts, data) if run.train.sample_every and (served is None or first) else None
         if first:
             folder = RunFolder.claim(out, resume=resume)
             stack.callback(folder.close)
@@ -152,7 +156,7 @@ def train(
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
             evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
             identity=_identity(inputs, model, auxiliary), mesh=mesh, timeline=timeline,
-            values=initial_values(model, run.train.seed) if divided else None,
+            values=initial_values(model, run.train.seed) if divided else None, served=served,
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         run.objective.finish(model)

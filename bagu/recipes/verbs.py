@@ -80,6 +80,14 @@ class TrainOptions:
     hang_timeout: Annotated[
         float, Option("Of --nproc: seconds without progress after which the rank that hangs is named and killed.")
     ] = 600.0
+    servers: Annotated[
+        int | None, Option("Keep the parameters on this many servers, which may die (docs/parallel).")
+    ] = None
+    workers: Annotated[int | None, Option("Of --servers: processes that compute gradients. Default: 2.")] = None
+    delay: Annotated[int | None, Option("Of --servers: updates that a worker may be ahead of the slowest.")] = None
+    compress: Annotated[str | None, Option("Of --servers: int8 or topk, gradients on the wire.")] = None
+    local_steps: Annotated[int | None, Option("Of --servers: steps between exchanges (DiLoCo).")] = None
+    ray: Annotated[str | None, Option("Of --servers: place processes on Ray: auto, an address, or local.")] = None
     explain: Annotated[
         bool,
         Option(

@@ -30,6 +30,7 @@ from bagu.train.interrupt import Interrupt
 from bagu.train.loss import BatchT_co, Loss, MicroBatch
 from bagu.train.meters import Meters
 from bagu.train.prepare import prepared
+from bagu.train.served.worker import Served
 from bagu.train.stability import TrainingDiverged
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import StepResult, seed_step, step
@@ -90,6 +91,7 @@ def fit(
     mesh: Mesh | None = None,
     timeline: bool = False,
     values: Values | None = None,
+    served: Served | None = None,
 ) -> FitResult:
     """Train `model` in place until `config.steps` updates are done, the loss has `ended`, or Ctrl-C.
 
@@ -97,7 +99,8 @@ def fit(
     rank evaluates and samples, because divided parameters are gathered by all ranks together. After the run each rank
     has the whole model. With `timeline`, the result has the times of the last step of a pipeline; a GPU is then
     synchronized after every action. `values` has the weights of a hollow `model` (nn/hollow.py): each rank takes its
-    part of them, and after the run rank 0 alone has the whole model, in files.
+    part of them, and after the run rank 0 alone has the whole model, in files. With `served` this is a worker of a
+    parameter server (served/worker.py), and worker 0 does what rank 0 does.
 
     `loss` takes the batches of `loader`; by default it is cross-entropy. Checkpoints go to `folder`; with `resume` the
     run continues from the last good one there, if there is one. `identity` contains values that must not change between
@@ -111,7 +114,7 @@ def fit(
     del values
     if state.divided is not None:
         state.divided.timed = timeline
-    run = _Run(state, loader, folder, observers, identity or {}, settings or {})
+    run = _Run(state, loader, folder, observers, identity or {}, settings or {}, served)
     meters = Meters(state.device, flops_per_token=flops_per_token, peak_flops=peak_flops)
     row: dict[str, float | int | None] = {}
     idle = 0  # idle steps in a row
@@ -120,15 +123,19 @@ def fit(
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
         while state.step < stop and not _stopping(state, interrupt) and state.ended is None:
             meters.start()
-            batches = run.next_batches()
-            meters.data_arrived()
             state.stop_asked = interrupt.asked
-            result = step(state, batches)
+            if served is None:
+                batches = run.next_batches()
+                meters.data_arrived()
+                result = step(state, batches)
+            else:
+                served.stop = stop
+                result = served.step(state, run.next_batches)
             run.report_saves()
             if result.skipped is not None:
                 run.skip(result)
                 continue
-            row = meters.row(result)
+            row = meters.row(result) | ({} if served is None else served.row())
             last = state.step == config.steps or state.loss.ended is not None
             if evaluate is not None and _due(config.eval_every, state.step, last):
                 with state.whole_model() as whole, _inference(whole):
@@ -166,7 +173,8 @@ def fit(
 
 def _stopping(state: TrainState, interrupt: Interrupt) -> bool:
     """Whether Ctrl-C was pressed. Ranks agree on it in each step, so that all of them stop after the same one."""
-    return interrupt.asked if state.mesh is None else state.stop_asked
+    alone = state.mesh is None and state.config.served is None
+    return interrupt.asked if alone else state.stop_asked
 
 
 def _due(every: int | None, step: int, last: bool) -> bool:
@@ -206,10 +214,12 @@ class _Run:
         observers: Sequence[Observer],
         identity: Mapping[str, str],
         settings: Mapping[str, Any],
+        served: Served | None,
     ) -> None:
-        self.state, self.loader, self.folder = state, loader, folder
-        self.first = state.mesh is None or state.mesh.rank == 0  # the rank that reports and decides about files
-        self.writes = state.mesh is None or state.mesh.coordinate("dp") == 0  # replicas have the same state
+        self.state, self.loader, self.folder, self.served = state, loader, folder, served
+        # the rank or worker that reports and decides about files
+        self.first = (state.mesh is None or state.mesh.rank == 0) and (served is None or served.first)
+        self.writes = self.first or (state.mesh is not None and state.mesh.coordinate("dp") == 0)  # of equal replicas
         self.observers, self.identity = tuple(observers) if self.first else (), dict(identity)
         self.settings = {**to_dict(state.config), **settings}  # recorded in checkpoints; a resume may change them
         self.checkpoint: Path | None = None  # the last one written
@@ -226,6 +236,8 @@ class _Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         self._loading.close()
+        if self.served is not None:
+            self.served.close()
         if self.saver is not None:
             self.saver.close()
             self.report_saves()
@@ -270,6 +282,9 @@ class _Run:
             if self.first:
                 self.saver.save(lambda: snap)
         elif self.writes:
+            if self.served is not None:
+                self.saver.wait()
+                self.served.fetch(self.state)
             self.saver.save(lambda: checkpoint.snapshot(self.state, facts, serial=self.saves))
         self.saved_at = self.state.data_step
 
@@ -311,9 +326,16 @@ class _Run:
     def begin(self, *, resume: bool, callback: Begin | None) -> None:
         """Start at step 0, or with `resume` at the last good checkpoint, if there is one."""
         path, bad = self._restored() if resume else (None, [])
+        joined = self.served is not None and self.served.begin(self.state)
         if path is not None:  # not after a rollback, which continues with the data after the refused batches
             self.loader.restore(checkpoint.state_of(path)["cursor"])
-        if self.first and not resume and self.folder is not None and (found := checkpoint.checkpoints(self.folder)):
+        if (
+            self.first
+            and not resume
+            and not joined
+            and self.folder is not None
+            and (found := checkpoint.checkpoints(self.folder))
+        ):
             raise ArgumentError(
                 f"{self.folder} has {len(found)} checkpoints of another run", hint="resume it, or give another folder"
             )
@@ -324,9 +346,11 @@ class _Run:
                 self.saver.clear_partial()
             self._set_aside(bad)
         from_rank_0(self.state.mesh, 0)  # no rank starts before the folder is ready
-        if resume:
+        if resume or joined:
             self.notify("rewind", self.state.step)
-        if path is not None:
+        if joined:
+            self.notify("on_event", "worker_joined", self.state.step)
+        elif path is not None:
             changed = diff(checkpoint.state_of(path)["config"], self.settings)
             self.notify("on_event", "resume", self.state.step, checkpoint=path.name, changed=changed)
 
@@ -378,11 +402,13 @@ class _Run:
             self.saver.wait()
             self.report_saves()
         path, bad = self._restored() if self.saver is not None else (None, [])
-        if path is None:
+        if path is None and self.first:
             raise TrainingDiverged(f"{reason}, and there is no checkpoint to go back to", hint=hint)
         self._set_aside(bad)
         state.data_step = data_step  # after the bad batches; a resume from the same checkpoint skips them again
         state.guard.rollbacks, state.guard.skips_in_a_row = rollbacks, 0
+        if self.served is not None:
+            self.served.restored(state)
         self._seek()
         self.notify("rewind", state.step)
         self.notify("on_event", "rollback", state.step, from_step=at, data_step=data_step, reason=reason)

@@ -83,6 +83,15 @@ CURVES = (  # of every run, after the curves of its objective
     Curve(title="Model FLOP utilisation", unit="% of the peak", metrics={"mfu_percent": "MFU"}, zero=True),
     Curve(title="Memory", unit="GiB", metrics={"memory_bytes": "memory"}, factor=2.0**-30, zero=True),
     Curve(title="Padding", unit="% of tokens", metrics={"padding_percent": "padding"}, zero=True),
+    Curve(title="Waiting for others", unit="% of the time", metrics={"idle_percent": "worker 0 waits"}, zero=True),
+    Curve(title="Age of the weights", unit="updates", metrics={"read_age_updates": "age"}, zero=True),
+    Curve(
+        title="Bytes of worker 0",
+        unit="MB per step",
+        factor=1e-6,
+        zero=True,
+        metrics={"pushed_bytes": "gradients pushed", "pulled_bytes": "values pulled"},
+    ),
     Curve(title="Waiting for data", unit="ms per step", metrics={"data_wait_s": "wait"}, factor=1e3, zero=True),
 )
 

@@ -28,6 +28,7 @@ from bagu.train.memory.on_disk import on_disk
 from bagu.train.memory.sharded import ShardedParameters, Stage
 from bagu.train.optim import Optimizer, OptimizerConfig
 from bagu.train.schedule import ScheduleConfig, factor
+from bagu.train.served.config import ServedConfig, check_served
 from bagu.train.stability import Guard, StabilityConfig
 
 Recompute = Literal["none", "selective", "block"]
@@ -50,7 +51,7 @@ class TrainConfig:
     or 1 with a pipeline. `offload` keeps the divided masters and optimizer state in host memory, and updates there.
     Gradients are reduced in buckets of `bucket_mb` MB. `pipeline` is the schedule of `pp` (null: 1f1b), and
     `stages_per_rank` the number of stages of a rank in an interleaved one (null: 2). `context_parallel` is the method
-    of `cp` (null: ring).
+    of `cp` (null: ring). `served` keeps the parameters on servers instead (bagu/parallel/server).
     """
 
     steps: int = 1000
@@ -76,6 +77,7 @@ class TrainConfig:
     pipeline: Schedule | None = None
     stages_per_rank: int | None = None
     context_parallel: Method | None = None
+    served: ServedConfig | None = None
 
     @property
     def zero_stage(self) -> Stage:
@@ -106,6 +108,7 @@ class TrainConfig:
         if self.bucket_mb <= 0:
             raise ArgumentError(f"bucket_mb is {self.bucket_mb}", hint="25 is usual")
         _check_goes_together(self)
+        check_served(self)
         for name in ("steps", "eval_every", "sample_every", "save_every", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -38,11 +38,11 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     """Run one update from the micro-batches of one global step, or refuse it (see `stability`)."""
     totals, lr = state.loss.totals(batches), state.lr
     if totals.idle:
-        return _idle(state, totals, lr)
+        return idle_step(state, totals, lr)
     if state.mesh is not None:
         state.mesh.traffic.step = state.step
     mine = _share(state.mesh, len(batches))
-    parts = _run(state, batches, mine, totals)
+    parts = run_backwards(state, batches, mine, totals)
     loss, sums, grad_norm = _read(state, parts, state.flat.finish())
     metrics = state.loss.metrics(loss, sums, totals)
     skipped = state.guard.judge(loss, grad_norm)
@@ -62,8 +62,11 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
     return StepResult(loss=loss, metrics=metrics, grad_norm=grad_norm, lr=lr, totals=totals, skipped=skipped)
 
 
-def _run(state: TrainState, batches: Sequence[MicroBatch], mine: Sequence[int], totals: Totals) -> list[MicroBatchLoss]:
-    """Forward and backward of this rank's micro-batches. Gradients go to `state.flat`."""
+def run_backwards(
+    state: TrainState, batches: Sequence[MicroBatch], mine: Sequence[int], totals: Totals, *, ahead: int = 0
+) -> list[MicroBatchLoss]:
+    """Forward and backward of this rank's micro-batches, of the data `ahead` steps after the state's. Gradients go to
+    `state.flat`."""
     divided = state.divided
     if divided is not None and divided.has_stages:
         state.flat.begin(None)
@@ -72,7 +75,7 @@ def _run(state: TrainState, batches: Sequence[MicroBatch], mine: Sequence[int], 
     state.flat.begin(len(mine))
     parts = []
     for number in mine:
-        seed_step(state.config.seed, state.data_step, number)
+        seed_step(state.config.seed, state.data_step + ahead, number)
         if divided is None:
             part = state.loss(state.model, batches[number].to(state.device, non_blocking=True), totals)
         else:
@@ -83,7 +86,7 @@ def _run(state: TrainState, batches: Sequence[MicroBatch], mine: Sequence[int], 
     return parts
 
 
-def _idle(state: TrainState, totals: Totals, lr: float) -> StepResult:
+def idle_step(state: TrainState, totals: Totals, lr: float) -> StepResult:
     """Count a step without an update: no gradient, and no change of the optimizer's state either."""
     state.step += 1
     state.data_step += 1
@@ -110,17 +113,23 @@ def _read(
 ) -> tuple[float, Mapping[str, float], float]:
     """Loss and metrics of a step over its micro-batches, and the gradient norm, in one copy to the host."""
     names, peaks = list(parts[0].metrics), list(parts[0].peaks)
-    sums = [sum(p.loss for p in parts), *(sum(p.metrics[name] for p in parts) for name in names)]
-    largest = [torch.stack([p.peaks[name] for p in parts]).amax() for name in peaks]
+    sums, largest = sums_of(parts)
     if state.mesh is None:
-        loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()  # type: ignore[list-item]
+        loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()
     else:
         tops = torch.stack([*largest, norm.new_tensor(float(state.stop_asked))])
-        total = combine(state.mesh, torch.stack(sums), tops, norm)  # type: ignore[arg-type]
+        total = combine(state.mesh, torch.stack(sums), tops, norm)
         *most, stop = total.peaks
         state.stop_asked = stop > 0
         loss, *values, grad_norm = *total.sums, *most, total.norm
     return loss, dict(zip([*names, *peaks], values, strict=True)), grad_norm
+
+
+def sums_of(parts: Sequence[MicroBatchLoss]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Loss and metrics summed over micro-batches, and the largest of each peak, in the order of their names."""
+    names, peaks = list(parts[0].metrics), list(parts[0].peaks)
+    sums: Any = [sum(p.loss for p in parts), *(sum(p.metrics[name] for p in parts) for name in names)]
+    return sums, [torch.stack([p.peaks[name] for p in parts]).amax() for name in peaks]
 
 
 def _expert_load(mesh: Mesh | None, parts: Sequence[MicroBatchLoss]) -> list[torch.Tensor]:

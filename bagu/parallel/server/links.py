@@ -71,7 +71,7 @@ class Link:
 
     def _receive(self, size: int) -> np.ndarray:
         buffer = np.empty(size, np.uint8)
-        view, at = memoryview(buffer), 0
+        view, at = buffer.data, 0
         while at < size:
             got = self.connection.recv_into(view[at:])
             if not got:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
@@ -114,7 +115,7 @@ class OnRay:
         actor = self._host.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote()
         if not self.local and place.role == "server":
             place = replace(place, host=self.ray.get(actor.address.remote()))
-        return Actor(self.ray, actor, actor.start.remote(place, list(command), os.getcwd()))
+        return Actor(self.ray, actor, actor.start.remote(place, list(command), str(Path.cwd())))
 
 
 class Actor:

@@ -35,7 +35,7 @@ class Message:
         return json.dumps({**head, "more": self.more}, separators=(",", ":")).encode()
 
     def payload(self) -> memoryview:
-        return memoryview(np.ascontiguousarray(self.data).reshape(-1).view(np.uint8))
+        return np.ascontiguousarray(self.data).reshape(-1).view(np.uint8).data
 
     @property
     def size(self) -> int:

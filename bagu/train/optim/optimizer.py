@@ -4,7 +4,7 @@ State is one flat tensor per quantity and segment, allocated only here. Adam and
 the flat tensors if torch has one for the device (CPU, CUDA): one pass over memory instead of six.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +33,42 @@ RULES: Mapping[str, tuple[Callable[..., None], tuple[str, ...]]] = {  # the upda
 FUSED = {"adam": "_fused_adam_", "adamw": "_fused_adamw_"}
 
 
+def options_of(config: OptimizerConfig, kind: str, role: Role) -> dict[str, Any]:
+    """The options of the rule `kind` for parameters of a role; not those that depend on the machine."""
+    options = config.options()
+    if role is Role.VECTOR:
+        options["weight_decay"] = 0.0  # decaying a norm's weight or a bias does not regularise
+    wanted = {"muon": ("momentum", "weight_decay"), "adamw": ("betas", "eps", "weight_decay")}.get(kind, tuple(options))
+    return {name: options[name] for name in wanted}
+
+
+def update_elements(
+    kind: str, options: Mapping[str, Any], p: torch.Tensor, g: torch.Tensor, state: Sequence[torch.Tensor], now: Now, *,
+    scale: float = 1.0, fused: bool = True, step: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run an elementwise rule on flat tensors, with the gradient times `scale`; leaves the gradient undefined. `step`
+    is the number of the update on the device, where the fused kernel reads it."""
+    if not (fused and kind in FUSED):
+        if scale != 1.0:
+            g.mul_(scale)
+        RULES[kind][0](p, g, *state, now, **options)
+        return
+    beta1, beta2 = options["betas"]
+    step = torch.tensor(float(now.step), dtype=torch.float32, device=p.device) if step is None else step
+    getattr(torch, FUSED[kind])(
+        [p], [g], [state[0]], [state[1]], [], [step],
+        lr=now.lr, beta1=beta1, beta2=beta2, weight_decay=options["weight_decay"], eps=options["eps"],
+        amsgrad=False, maximize=False,
+        # the kernel divides by it in the same pass
+        grad_scale=None if scale == 1.0 else torch.full((), 1 / scale, dtype=torch.float32, device=g.device),
+    )  # fmt: skip
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether torch has fused kernels for the device."""
+    return device.type in ("cpu", "cuda") and all(hasattr(torch, name) for name in FUSED.values())
+
+
 def state_bytes(kind: str, *, matrices: int, others: int) -> int:
     """The bytes of the fp32 state for so many parameters. Muon has AdamW's state for those that are no matrices."""
     sizes = {name: 4 * len(names) for name, (_, names) in RULES.items()}
@@ -59,8 +95,7 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.config, self.flat, self._matrix_parts = config.resolved(flat.device), flat, parts
         self.parts = tuple(self._part(piece) for piece in flat.pieces)
-        kernel_exists = all(hasattr(torch, name) for name in FUSED.values())
-        self._fused = fused and flat.state_device.type in ("cpu", "cuda") and kernel_exists
+        self._fused = fused and can_fuse(flat.state_device)
         # the fused kernel reads it on the device
         self._step = torch.zeros((), dtype=torch.float32, device=flat.state_device)
 
@@ -77,21 +112,15 @@ class Optimizer:
 
     def _part(self, segment: Segment) -> _Part:
         kind = self._kind(segment.role)
-        options = self.config.options()
+        options = options_of(self.config, kind, segment.role)
         if kind == "muon":
             options |= self._newton_schulz()
-        if segment.role is Role.VECTOR:
-            options["weight_decay"] = 0.0  # decaying a norm's weight or a bias does not regularise
-        wanted = {
-            "muon": ("momentum", "weight_decay", "newton_schulz_steps", "newton_schulz_dtype"),
-            "adamw": ("betas", "eps", "weight_decay"),
-        }.get(kind, tuple(options))
         size = segment.stop - segment.start
         # in the masters' dtype: exact in sums with them
         state = {
             name: torch.zeros(size, dtype=self.flat.dtype, device=self.flat.state_device) for name in RULES[kind][1]
         }
-        return _Part(segment=segment, kind=kind, options={n: options[n] for n in wanted}, state=state)
+        return _Part(segment=segment, kind=kind, options=options, state=state)
 
     @torch.no_grad()
     def update(self, *, lr: float, step: int, scale: float = 1.0) -> None:
@@ -101,21 +130,22 @@ class Optimizer:
         for part in self.parts:
             segment: Any = part.segment  # one of flat.pieces, so of the class that flat has
             p, g = self.flat.master_of(segment), self.flat.grad_of(segment)
-            if self._fused and part.kind in FUSED:
-                self._update_fused(part, p, g, lr, scale)
+            if part.kind != "muon":
+                state = tuple(part.state.values())
+                update_elements(
+                    part.kind, part.options, p, g, state, now, scale=scale, fused=self._fused, step=self._step
+                )
                 continue
             if scale != 1.0:
                 g.mul_(scale)
-            if part.kind == "muon" and self.flat.divided:
+            velocity = part.state["velocity"]
+            if self.flat.divided:
                 options = {name: part.options[name] for name in ("momentum", "weight_decay")}
-                mix_momentum(p, g, part.state["velocity"], now, **options)
-                continue
-            if part.kind == "muon" and self._matrix_parts is not None:
-                muon_over_tp(part.segment, p, g, part.state["velocity"], now, self._matrix_parts, **part.options)
-                continue
-            rule = RULES[part.kind][0]
-            head = (part.segment, p, g) if part.kind == "muon" else (p, g)
-            rule(*head, *part.state.values(), now, **part.options)
+                mix_momentum(p, g, velocity, now, **options)
+            elif self._matrix_parts is not None:
+                muon_over_tp(part.segment, p, g, velocity, now, self._matrix_parts, **part.options)
+            else:
+                muon(part.segment, p, g, velocity, now, **part.options)
         if self.config.kind == "muon" and isinstance(self.flat, ShardedParameters):
             self._orthogonalise_parts(self.flat, now)
 
@@ -135,16 +165,6 @@ class Optimizer:
                 continue
             for piece, master in pieces:
                 muon_part(piece, master, whole, now, **options)
-
-    def _update_fused(self, part: _Part, p: torch.Tensor, g: torch.Tensor, lr: float, scale: float) -> None:
-        beta1, beta2 = part.options["betas"]
-        getattr(torch, FUSED[part.kind])(
-            [p], [g], [part.state["exp_avg"]], [part.state["exp_avg_sq"]], [], [self._step],
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=part.options["weight_decay"], eps=part.options["eps"],
-            amsgrad=False, maximize=False,
-            # the kernel divides by it in the same pass
-            grad_scale=None if scale == 1.0 else torch.full((), 1 / scale, dtype=torch.float32, device=g.device),
-        )  # fmt: skip
 
     def tensors(self, copy: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> dict[str, torch.Tensor]:
         """The state, named "exp_avg/blocks.0.…": by parameter, so that it does not depend on this layout.

@@ -1,0 +1,279 @@
+"""A worker of a run with a parameter server: the steps of `fit`, whose updates run on the servers.
+
+A step is pushed (gradient and scalars), its total comes back when every worker has pushed it, every worker makes the
+same decision from it (guard, clipping, learning rate), and the servers apply it once. With a delay, a worker pushes up
+to that many further steps before the total of the first is there; results still come in the order of the steps.
+
+Each decision carries the state of the run besides the weights, so a worker that is started again continues from the
+servers: it redoes its part of the step that the others wait for.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagu.errors import ArgumentError
+from bagu.parallel.server.client import Client
+from bagu.train.loss import MicroBatch, Totals
+from bagu.train.memory.flat import FlatParameters
+from bagu.train.optim.config import OptimizerConfig
+from bagu.train.served.config import ServedConfig
+from bagu.train.served.update import rule_of
+from bagu.train.state import TrainState
+from bagu.train.step import StepResult, idle_step, run_backwards, step, sums_of
+
+Batches = Callable[[], Sequence[MicroBatch]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPlace:
+    """Where a worker finds the servers, and which worker it is."""
+
+    worker: int
+    manager: tuple[str, int]
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pushed:
+    """A step that is on the servers and not decided."""
+
+    totals: Totals
+    names: list[str]  # of the metrics and the peaks that were pushed
+    peaks: int
+    age: int  # of the weights that it was computed with, in updates
+
+
+class Served:
+    """The worker at `place`. `fit` calls `begin`, `step` in its loop, `fetch` before it saves, and `close`."""
+
+    def __init__(
+        self, place: ServedPlace, config: ServedConfig, due: Callable[[int], bool] = lambda step: False
+    ) -> None:
+        self.place, self.config, self._due = place, config, due
+        self.first = place.worker == 0
+        self.stop = 0  # no step beyond it is pushed
+        self._t = 0  # the last update that this worker decided
+        self._flying: deque[_Pushed] = deque()
+        self._held: Sequence[MicroBatch] | None = None  # of a step without tokens: it waits for the steps before
+        self._client: Client | None = None
+        self._version = 0
+        self._begun = time.monotonic()
+        self._last = (0, 0)
+
+    @property
+    def client(self) -> Client:
+        assert self._client is not None
+        return self._client
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    def begin(self, state: TrainState) -> bool:
+        """Give the servers the state of worker 0, or take theirs. Returns whether the run was already running."""
+        flat = state.flat
+        assert isinstance(flat, FlatParameters)
+        segments = [(segment.start, segment.stop) for segment in flat.segments]
+        dtype = np.dtype(str(flat.dtype).removeprefix("torch."))
+        self._client = Client(
+            self.place.worker, segments, self.config.servers, dtype, self.place.manager, self.place.token,
+            method=self.config.compress,
+        )  # fmt: skip
+        self.client.wait_for_map()
+        if self.first and self.client.unloaded:
+            self._load(state, 0)
+        else:
+            self.client.pull(0)
+        decision = self.client.session.decision
+        self._t = self.client.session.versions[0]
+        joined = not self.first or self._t > 0
+        if joined:
+            if self._t > 0:  # other ranges may have missed this decision, if all workers died
+                self.client.commit(self._t, decision)
+            self._read(state)
+            load_facts(state, decision["facts"])
+        self.client.waited_s, self._begun = 0.0, time.monotonic()
+        return joined and self._t > 0
+
+    def _load(self, state: TrainState, t: int) -> None:
+        """Send the whole state as update t."""
+        rows = [state.flat.master, *_state_rows(state)] if self.config.local_steps is None else [
+            state.flat.master, torch.zeros_like(state.flat.master),
+        ]  # fmt: skip
+        rule = rule_of(self._rule(state), state.flat, self.config.servers)  # type: ignore[arg-type]
+        decision = {"facts": facts_of(state)}
+        self.client.load(t, [row.cpu().numpy() for row in rows], rule, self.config.workers, decision)
+
+    def _rule(self, state: TrainState) -> OptimizerConfig:
+        if self.config.local_steps is None:
+            return state.config.optimizer
+        return OptimizerConfig(kind="nesterov", lr=self.config.outer_lr, momentum=self.config.outer_momentum)
+
+    def restored(self, state: TrainState) -> None:
+        """The run went back to a checkpoint, on every worker: the servers follow."""
+        if self._flying:
+            raise ArgumentError("a run with a delay cannot go back to a checkpoint", hint="resume it without --delay")
+        self._t += 1
+        if self.first:
+            self._load(state, self._t)
+        else:
+            self.client.pull(self._t)
+            self._read(state)
+            load_facts(state, self.client.session.decision["facts"])
+
+    def fetch(self, state: TrainState) -> None:
+        """Bring the optimizer's state from the servers, for a checkpoint. All updates that were pushed are decided."""
+        if self.config.local_steps is None and self._t:
+            rows = [row.numpy() for row in _state_rows(state)]
+            self.client.memory(self._t, [np.empty_like(state.flat.master.numpy()), *rows])
+            _put_state_rows(state, rows)
+
+    def _read(self, state: TrainState) -> None:
+        """Bring the values that came last into the model."""
+        self._version = self.client.read(_array(state.flat.master))
+        state.publish()
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, state: TrainState, batches: Batches) -> StepResult:
+        """The result of the next step, in order."""
+        if self.config.local_steps is not None:
+            return self._local_step(state, batches())
+        while True:
+            ahead = len(self._flying)
+            if ahead and self.client.total(self._t + 1, wait=False) is not None:
+                return self._decide(state)
+            delay = self.config.delay if self.client.delay is None else self.client.delay
+            step = state.step + ahead
+            if self._held is not None or ahead > delay or step >= self.stop or (ahead and self._due(step)):
+                if not ahead and self._held is not None:
+                    held, self._held = self._held, None
+                    return idle_step(state, state.loss.totals(held), state.lr)
+                return self._decide(state)
+            found = batches()
+            if state.loss.totals(found).idle:
+                self._held = found
+            else:
+                self._push(state, found, ahead)
+
+    def _push(self, state: TrainState, batches: Sequence[MicroBatch], ahead: int) -> None:
+        mine = range(self.place.worker, len(batches), self.config.workers)
+        totals = state.loss.totals(batches)
+        parts = run_backwards(state, batches, mine, totals, ahead=ahead)
+        if parts[0].expert_load:
+            raise ArgumentError(
+                "a mixture of experts with a balance bias cannot be trained on parameter servers", hint="use --nproc"
+            )
+        state.flat.finish()
+        sums, largest = sums_of(parts)
+        row = [*torch.stack([*sums, *largest]).double().tolist(), float(state.stop_asked)]
+        t = self._t + ahead + 1
+        self.client.push(t, _array(state.flat.grad), row)
+        names = [*parts[0].metrics, *parts[0].peaks]
+        self._flying.append(_Pushed(totals=totals, names=names, peaks=len(largest), age=t - 1 - self._version))
+
+    def _decide(self, state: TrainState) -> StepResult:
+        """Decide the next update by the sums of all workers, and read the values after it."""
+        total = self.client.total(self._t + 1)
+        assert total is not None
+        pushed, self._t, lr = self._flying.popleft(), self._t + 1, state.lr
+        table, tops = np.array(total.rows), pushed.peaks + 1
+        added, most = table[:, :-tops].sum(0).tolist(), table[:, -tops:].max(0).tolist()
+        state.stop_asked = most.pop() > 0
+        loss, norm = added[0], float(np.sqrt(total.square))
+        metrics = state.loss.metrics(loss, dict(zip(pushed.names, [*added[1:], *most], strict=True)), pushed.totals)
+        skipped = state.guard.judge(loss, norm)
+        clip = state.config.clip
+        if skipped is None:
+            state.updates += 1
+            state.step += 1
+            state.loss.updated(metrics)
+            state.loss.stepped(metrics)
+        state.data_step += 1
+        decision = {
+            "skip": skipped is not None, "lr": lr, "step": state.updates, "facts": facts_of(state),
+            "scale": clip / norm if clip is not None and norm > clip else 1.0,
+        }  # fmt: skip
+        more = bool(self._flying) and self.client.total(self._t + 1, wait=False) is not None
+        self.client.commit(self._t, decision, pull=not more)  # of several that are ready, the last one reads
+        if not more:
+            self._read(state)
+        self._age = pushed.age
+        self.client.clock = {"step": state.step, "age": pushed.age, "waited_s": round(self.client.waited_s, 3)}
+        return StepResult(loss=loss, metrics=metrics, grad_norm=norm, lr=lr, totals=pushed.totals, skipped=skipped)
+
+    def _local_step(self, state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
+        """A step of this worker alone, on its share; after `local_steps` of them the servers take the mean."""
+        if self._start is None:
+            self._start = state.flat.master.clone()
+        result = step(state, batches[self.place.worker :: self.config.workers])
+        asked, state.stop_asked = state.stop_asked, False  # workers stop together, at an exchange
+        assert self.config.local_steps is not None
+        if result.skipped is None and (state.step % self.config.local_steps == 0 or state.step == self.stop):
+            difference = (self._start - state.flat.master) / self.config.workers
+            self._t += 1
+            self.client.push(self._t, _array(difference), [float(asked)])
+            total = self.client.total(self._t)
+            assert total is not None
+            state.stop_asked = max(row[0] for row in total.rows) > 0
+            decision = {
+                "skip": False,
+                "lr": self.config.outer_lr,
+                "scale": 1.0,
+                "step": self._t,
+                "facts": facts_of(state),
+            }
+            self.client.commit(self._t, decision)
+            self._read(state)
+            self._start = state.flat.master.clone()
+        return result
+
+    _start: torch.Tensor | None = None
+    _age = 0
+
+    def row(self) -> dict[str, float | int | None]:
+        """The metrics of the last step: how long this worker waited, how old its weights were, what it sent and got."""
+        now, session = time.monotonic(), self.client.session
+        sent, received = session.sent - self._last[0], session.received - self._last[1]
+        idle = 100 * self.client.waited_s / max(1e-9, now - self._begun)
+        self._last, self._begun, self.client.waited_s = (session.sent, session.received), now, 0.0
+        return {"idle_percent": idle, "read_age_updates": self._age, "pushed_bytes": sent, "pulled_bytes": received}
+
+
+def facts_of(state: TrainState) -> dict[str, Any]:
+    """The state of a run besides the weights, as JSON."""
+    return {
+        "step": state.step, "data_step": state.data_step, "updates": state.updates, "guard": state.guard.state(),
+        "best": state.best.state(), "loss": state.loss.state(),
+    }  # fmt: skip
+
+
+def load_facts(state: TrainState, facts: Mapping[str, Any]) -> None:
+    state.step, state.data_step, state.updates = facts["step"], facts["data_step"], facts["updates"]
+    state.guard.load(facts["guard"])
+    state.best.load(facts["best"])
+    state.loss.load_state(facts["loss"])
+
+
+def _array(flat: torch.Tensor) -> np.ndarray:
+    return flat.detach().cpu().numpy()
+
+
+def _state_rows(state: TrainState) -> list[torch.Tensor]:
+    """The optimizer's states as flat tensors: the segments one after the other."""
+    names = state.optimizer.parts[0].state
+    return [torch.cat([part.state[name] for part in state.optimizer.parts]).cpu() for name in names]
+
+
+def _put_state_rows(state: TrainState, rows: Sequence[np.ndarray]) -> None:
+    for name, row in zip(state.optimizer.parts[0].state, rows, strict=True):
+        for part in state.optimizer.parts:
+            part.state[name].copy_(torch.from_numpy(row[part.segment.start : part.segment.stop]))
