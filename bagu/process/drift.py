@@ -2,8 +2,8 @@
 
 One row tells little: if a context moves by three standard deviations, a quarter of its rows lies in the old range. A
 stretch of rows tells more. Its mean is compared with those of the stretches of the same length in the data, in time
-order: what varies slowly there (weather, wear) may do so again. Rows whose result is known are compared with the
-interval that was promised for them.
+order: what varies slowly there (weather, wear) may do so again. Results that are known are compared with the intervals
+that were promised for them: too many outside, or all on one side.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bagu.process.table import Column, Table
 FEWEST, MOST = 3, 20  # latest rows that are looked at
 APART = 3.5  # standard deviations of the mean of a stretch; 1 in 2,000 of a normal distribution is farther
 UNLIKELY = 0.001  # probability of as many results outside of their intervals
+NORMAL_90, MEDIAN = 1.645, 1.253  # half of a 90 % interval, and √n times the sd of a median, for a normal distribution
 
 
 def drifted(process: Process, recent: Table) -> Refusal | None:
     """A refusal if the latest rows, in time order, are unlike the data."""
-    latest = recent.take(np.arange(max(0, recent.rows - MOST), recent.rows))
-    return _contexts(process, latest) or _results(process, latest)
+    return _contexts(process, recent.take(np.arange(recent.rows)[-MOST:])) or _results(process, recent)
 
 
 def recent_column(process: Process, recent: Table, name: str) -> Column:
@@ -74,7 +74,7 @@ def _results(process: Process, latest: Table) -> Refusal | None:
         if group.name in latest.names:
             labels = latest[group.name].values
             known &= np.r_[labels[1:] != labels[:-1], True]
-    rows = latest.take(np.flatnonzero(known))
+    rows = latest.take(np.flatnonzero(known)[-MOST:])
     if rows.rows < FEWEST:
         return None
     found = process.goal.model.predict(
@@ -84,4 +84,10 @@ def _results(process: Process, latest: Table) -> Refusal | None:
     out = int(((y < found.low) | (y > found.high)).sum())
     miss = max(0.1, 1 - process.goal.coverage)
     chance = sum(comb(len(y), i) * miss**i * (1 - miss) ** (len(y) - i) for i in range(out, len(y) + 1))
-    return Refusal("results_drifted", {"n": len(y), "out": out, "target": goal}) if chance < UNLIKELY else None
+    errors = (y - found.mean) / ((found.high - found.low) / (2 * NORMAL_90))
+    far = abs(float(np.median(errors))) * np.sqrt(len(y)) / MEDIAN
+    if chance >= UNLIKELY and far <= APART:
+        return None
+    return Refusal(
+        "results_drifted", {"n": len(y), "out": out, "target": goal, "shift": float(np.median(y - found.mean))}
+    )

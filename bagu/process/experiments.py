@@ -8,7 +8,7 @@ import numpy as np
 
 from bagu.process.answer import Refusal, Row
 from bagu.process.candidates import EVEN, JITTER, VARIED, Box
-from bagu.process.recommend import WIDER, full_context, limit_probabilities, outside
+from bagu.process.recommend import APART, WIDER, full_context, limit_probabilities, outside
 from bagu.process.run import Process
 
 CURIOSITY = 1.0  # standard deviations of the upper bound
@@ -27,8 +27,8 @@ class Experiment:
 
 
 def experiments(process: Process, given: Row, count: int) -> list[Experiment] | Refusal:
-    """`count` runs in one context, within two radii of the data. Each takes the largest mean + sd; its expected result
-    then counts as measured, so that the next one is elsewhere (kriging believer, Ginsbourger et al. 2010)."""
+    """At most `count` runs in one context, within two radii of the data. Each takes the largest mean + sd; its expected
+    result then counts as measured (kriging believer, Ginsbourger et al. 2010), and the next one is elsewhere."""
     context = full_context(process, given)
     if (refusal := outside(process, context)) is not None:
         return refusal
@@ -43,11 +43,14 @@ def experiments(process: Process, given: Row, count: int) -> list[Experiment] | 
         return Refusal("nothing_inside", {})
     points, x, near = points[keep], x[keep], near[keep]
     gp, rows, y = process.goal.model.gp, process.x, process.y
-    found: list[Experiment] = []
+    free, found = np.ones(len(x), bool), list[Experiment]()
     for _ in range(count):
         now = gp.on(rows, y)
         mean, sd = now.mean_sd(x)
-        best = int((process.better * mean + CURIOSITY * sd).argmax())
+        if not free.any():
+            break
+        best = int(np.where(free, process.better * mean + CURIOSITY * sd, -np.inf).argmax())
+        free &= np.linalg.norm(x - x[best], axis=1) >= APART
         rows, y = np.vstack([rows, x[best]]), np.r_[y, mean[best]]
         after = gp.on(rows, y).mean_sd(x[best : best + 1])[1][0]
         found.append(

@@ -78,9 +78,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "不作推荐：过程已漂移：最近 {n} 行 {column} 的构成与数据中任何连续 {n} 行都不同；请加入新数据重新拟合",
     ),
     "results_drifted": (
-        "no recommendation: the process has changed: {out} of the last {n} results of {target} are outside of their 90 % "
-        "interval; fit again with the new rows",
-        "不作推荐：过程已改变：最近 {n} 个 {target} 结果中有 {out} 个落在其 90 % 区间之外；请加入新数据重新拟合",
+        "no recommendation: the process has changed: the last {n} results of {target} differ from their prediction by "
+        "{shift:+.3g} in the median, and {out} are outside of their 90 % interval; fit again with the new rows",
+        "不作推荐：过程已改变：最近 {n} 个 {target} 结果与预测相差 {shift:+.3g}（中位数），其中 {out} 个落在 90 % 区间之外；"
+        "请加入新数据重新拟合",
     ),
     "nothing_inside": (
         "no recommendation: no setting within the bounds, moves and steps is near any run of the data",

@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 let state = null;
 let row = {};
 let upload = null; // {data, schema} of a file that was chosen
-let recent = null; // the latest rows of the process, as base64
+let recent = null; // {name, data} of a file with the latest rows of the process
 let answer = null;
 let asked = 0;
 
@@ -59,7 +59,8 @@ function drawSettings() {
       el("button", { type: "button", class: "main", id: "ask", on: { click: ask } }, t("recommend")),
       el("label", {}, now, " ", t("from_now"))),
     el("p", { class: "soft" }, el("label", {}, t("recent"), " ",
-      el("input", { type: "file", accept: ".csv,.parquet,text/csv", id: "recent", on: { change: async (e) => { recent = await base64(e.target.files[0]); } } }))),
+      el("input", { type: "file", accept: ".csv,.parquet,text/csv", id: "recent", on: { change: readRecent } })),
+      " ", el("span", { id: "recent-name" }, recent?.name ?? "")),
   );
 }
 
@@ -92,7 +93,7 @@ async function ask() {
   $("ask").disabled = true;
   fill("answer", el("h2", {}, t("answer")), el("p", { class: "soft" }, t("working")));
   try {
-    answer = await call("/v1/process/recommend", { given: of("context"), now: $("from-now").checked ? of("setting") : {}, recent: recent ?? undefined });
+    answer = await call("/v1/process/recommend", { given: of("context"), now: $("from-now").checked ? of("setting") : {}, recent: recent?.data });
     state.answers.push({ given: of("context"), answer });
   } catch (error) {
     answer = { refused: "error", words: { en: error.message, zh: error.message } };
@@ -171,11 +172,16 @@ function drawRoles() {
 }
 
 async function base64(file) {
-  if (!file) return null;
   const bytes = new Uint8Array(await file.arrayBuffer());
   let text = "";
   for (let i = 0; i < bytes.length; i += 32768) text += String.fromCharCode(...bytes.subarray(i, i + 32768));
   return btoa(text);
+}
+
+async function readRecent(event) {
+  const file = event.target.files[0];
+  recent = file ? { name: file.name, data: await base64(file) } : null;
+  $("recent-name").textContent = recent?.name ?? "";
 }
 
 async function read(event) {
