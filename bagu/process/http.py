@@ -31,7 +31,7 @@ from bagu.process.guess import guess
 from bagu.process.health import examine
 from bagu.process.recommend import check_inputs, no_skill, recommend, whatif
 from bagu.process.report import report, score_notes, write_report
-from bagu.process.run import Process, create, open_run
+from bagu.process.run import Process, create, data_path, open_run
 from bagu.process.schema import Schema, schema_of
 from bagu.process.table import Table
 from bagu.process.words import Lang
@@ -132,7 +132,7 @@ class ProcessApi:
         return json_response({"rows": table.rows, "schema": _schema(schema), "findings": _findings(table, schema)})
 
     async def fit(self, request: Request) -> Response:
-        """The same body; fits a run beside this one and serves it from then on."""
+        """The same body; fits a run beside this one and serves it from then on. With a schema alone, its rows again."""
         _, schema, data = await self._upload(request)
         if self.fitting:
             raise ApiError(409, "a fit is running", hint="wait until it ends")
@@ -150,7 +150,10 @@ class ProcessApi:
 
     async def _upload(self, request: Request) -> tuple[Table, Schema, bytes]:
         body = await self._body(request)
-        data = _bytes(body, "data")
+        if body.get("schema") and "data" not in body:  # the rows of this run with other roles
+            data = await asyncio.to_thread(data_path(self.run).read_bytes)
+        else:
+            data = _bytes(body, "data")
         table = await asyncio.to_thread(parse_table, data, "the file")
         return table, schema_of(body["schema"], "schema") if body.get("schema") else guess(table), data
 

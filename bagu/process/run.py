@@ -183,11 +183,14 @@ def open_run(path: Path) -> Process:
     state = json.loads((path / "process.json").read_text(encoding="utf-8"))
     if not state["done"]:
         raise BaguError(f"the fit of {path} was not finished", hint="run the same `bagu process fit` again")
-    data = path / "data.csv" if (path / "data.csv").exists() else path / "data.parquet"
-    table = read_table(data)
+    table = read_table(data_path(path))
     return fit_process(
         table, read_schema(path / "schema.toml"), models=state["members"], minutes=0.0, store=Store(path)
     )
+
+
+def data_path(run: Path) -> Path:
+    return run / "data.csv" if (run / "data.csv").exists() else run / "data.parquet"
 
 
 def summary(made: Process) -> dict[str, Any]:

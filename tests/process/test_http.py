@@ -78,5 +78,15 @@ def test_an_uploaded_table_gets_roles_and_findings(url: str) -> None:
     assert found["schema"]["columns"][0]["name"] == "<script>alert(1)</script>"
 
 
+@pytest.mark.slow
+def test_the_rows_of_the_run_are_fitted_with_other_roles(url: str) -> None:
+    schema = call(url + "/v1/process")[1]["schema"]
+    for column in schema["columns"]:
+        if column["name"] == "feed":
+            column["role"] = "ignore"
+    status, found, _ = call(url + "/v1/process/fit", {"schema": schema})
+    assert status == 200 and found["rows"] == 80 and "feed" not in [i["name"] for i in found["inputs"]]
+
+
 def test_a_large_upload_is_refused(url: str) -> None:
     assert call(url + "/v1/process/look", {"data": "A" * (9 * 2**20)})[0] == 413

@@ -37,7 +37,7 @@ def test_from_the_sliders_to_a_recommendation_and_a_refusal(page: Any, tmp_path:
     before = page.inner_text("#forecast .figure")
     page.fill("[aria-label=temperature]", "340")
     page.dispatch_event("[aria-label=temperature]", "change")
-    page.wait_for_function(f"document.querySelector('#forecast .figure').textContent !== {before!r}")
+    playwright.expect(page.locator("#forecast .figure")).not_to_have_text(before, timeout=WAIT)
     page.click("#ask")
     page.wait_for_selector("#answer .choice")
     assert "at least" in page.inner_text("#answer .choice") and "not proven causes" in page.inner_text("#answer")
@@ -47,7 +47,7 @@ def test_from_the_sliders_to_a_recommendation_and_a_refusal(page: Any, tmp_path:
     recent = tmp_path / "recent.csv"
     recent.write_text("activity,impurity\n" + "\n".join(f"{1.3 + i / 100},0.15" for i in range(10)), encoding="utf-8")
     page.set_input_files("#recent", recent)
-    page.wait_for_function("document.getElementById('recent-name').textContent === 'recent.csv'")
+    page.wait_for_selector("#recent-name:has-text('recent.csv')")
     page.click("#ask")
     page.wait_for_selector("#answer > .alarm")
     assert "过程已漂移" in page.inner_text("#answer") and "过程已漂移" in page.inner_text("#history")
@@ -58,13 +58,13 @@ def test_an_uploaded_table_is_fitted_and_recommends(page: Any, tmp_path: Path) -
     data = tmp_path / "coating.csv"
     data.write_text(csv_text(history(PLANTS["coating"], 60, 4, batches=True).table), encoding="utf-8")
     page.set_input_files("#roles input[type=file]", data)
-    page.wait_for_selector("#roles button.main:not([disabled])")
+    page.wait_for_selector("[aria-label='batch role']")
     assert page.input_value("[aria-label='batch role']") == "group"
     for name in ("substrate_index", "inner_index"):
         page.select_option(f"[aria-label='{name} role']", "context")
     page.select_option("[aria-label='reflectance goal']", "min")
     page.click("#roles button.main")
-    page.wait_for_function("document.getElementById('title').textContent.startsWith('upload_')")
+    page.wait_for_selector("#title:has-text('upload_')")
     assert "goal reflectance" in page.inner_text("#about")
     page.click("#ask")
     page.wait_for_selector("#answer .choice, #answer > .alarm")

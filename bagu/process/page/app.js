@@ -165,7 +165,7 @@ function drawRoles() {
   const limits = el("input", { type: "text", class: "limits", "aria-label": t("limits"), value: schema.limits.join("; "),
     on: { change: (e) => { schema.limits = e.target.value.split(";").map((x) => x.trim()).filter(Boolean); } } });
   const file = el("input", { type: "file", accept: ".csv,.parquet,text/csv", "aria-label": t("upload"), on: { change: read } });
-  const fit = el("button", { type: "button", class: "main", disabled: !upload, on: { click: fitUpload } }, t("fit"));
+  const fit = el("button", { type: "button", class: "main", on: { click: fitUpload } }, t("fit"));
   fill("roles", el("h2", {}, t("roles")), el("p", {}, t("upload"), " ", file), el("p", { id: "roles-state", class: "soft" }),
     el("div", { class: "scroll" }, grid([t("column"), t("role"), t("goal"), t("low"), t("high"), t("step")], rows)),
     el("p", {}, limits, " ", el("small", {}, t("limits"))), el("div", { class: "buttons" }, fit));
@@ -202,7 +202,7 @@ async function read(event) {
 async function fitUpload() {
   $("roles-state").textContent = t("fitting");
   try {
-    begin(await call("/v1/process/fit", upload));
+    begin(await call("/v1/process/fit", upload ?? { schema: state.schema }));
   } catch (error) {
     $("roles-state").textContent = error.message;
   }
