@@ -15,6 +15,7 @@ from bagu.cli.help import Verbs
 from bagu.cli.options import dying_of_sigint, takes
 from bagu.recipes.verbs import CompareOptions, DemoOptions, EvalOptions, ExportOptions, TrainOptions
 
+PICTURES = ("clip", "groupvit", "vlm")  # the recipes of bagu/recipes/vision
 tokenizers = Verbs("Train a tokenizer, or measure one.")
 
 
@@ -23,9 +24,14 @@ def demo(given: DemoOptions) -> None:
     """Train a tokenizer and a language model on Python's standard library, fine-tune it, write a report, serve it.
 
     Examples:
-      bagu demo
       bagu demo --minutes 20 --out runs/long
+      bagu demo --vision --minutes 5
     """
+    if given.vision:
+        from bagu.recipes.vision.command import demo_vision
+
+        demo_vision(given.out or Path("runs/demo-vision"), minutes=given.minutes or 5.0, seed=given.seed)
+        return
     from bagu.recipes.demo import demo as part
 
     part(given.out, quick=given.quick, minutes=given.minutes, seed=given.seed, serve=given.serve)
@@ -51,6 +57,10 @@ def train(given: TrainOptions) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once by cuBLAS; train.deterministic needs it
     # read once by torch: its warnings about a peer that is gone are pages of C++ frames
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if given.recipe in PICTURES:
+        from bagu.recipes.vision.command import train_main as train_pictures
+
+        raise typer.Exit(train_pictures(given))
     with dying_of_sigint():  # numpy turns a KeyboardInterrupt of its import into pages about its installation
         from bagu.recipes import command, rewards
 

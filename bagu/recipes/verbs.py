@@ -17,6 +17,7 @@ class DemoOptions:
     minutes: Annotated[float | None, Option("Time budget; sets model size and steps. Default: at most 5.")] = None
     seed: Annotated[int, Option("Of the first weights and of the training questions.")] = 0
     serve: Annotated[bool, Option("Serve the model at the end and send it one question.")] = True
+    vision: Annotated[bool, Option("Pictures instead of text: names, groups, answers.", flags=("--vision",))] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class TrainOptions:
         str | None,
         Option(
             "small (default), gpt2_124m, llama_1b, mlm, contrastive, token_table, sft, lora, distill, "
-            "on_policy_distill, reward, dpo, grpo or ppo."
+            "on_policy_distill, reward, dpo, grpo or ppo; on pictures clip, groupvit or vlm."
         ),
     ] = None
     config: Annotated[Path | None, Option("A run's config.json, instead of a recipe.")] = None

@@ -104,16 +104,17 @@ def _train(steps: int, lr: float) -> TrainConfig:
 def clip() -> VisionRun:
     """Two towers over the glyphs: 32 × 32 pixels, patches of 8, names in English and Chinese."""
     model = TowersConfig(image=_vit(32, 8, 128, 4), text=_text(128, 2, max_len=64), dim=128)
-    return VisionRun(kind="clip", model=model, rows=256, train=_train(500, 0.01))
+    # of 800 steps: Muon at 0.005 names 60 % of the pictures in an unseen font, at 0.002 54 %, AdamW at 1e-3 3 %
+    return VisionRun(kind="clip", model=model, rows=256, train=_train(800, 0.005))
 
 
 def groupvit() -> VisionRun:
-    """Two towers over scenes and captions, whose image tower groups patches of 4 pixels: 8 groups, then 6."""
+    """Two towers over scenes and captions, whose image tower groups patches of 4 pixels: 12 groups, then 6."""
     group = GroupViTConfig(
         vit=_vit(64, 4, 96, 1), stages=(Stage(layers=2, groups=12), Stage(layers=1, groups=6)), eps=1.0
     )
     model = TowersConfig(image=group, text=_text(96, 2, max_len=64), dim=96)
-    return VisionRun(kind="groupvit", model=model, rows=128, train=_train(400, 0.005))
+    return VisionRun(kind="groupvit", model=model, rows=128, train=_train(400, 0.002))
 
 
 def vlm() -> VisionRun:
@@ -122,7 +123,7 @@ def vlm() -> VisionRun:
         vit=_vit(64, 8, 128, 4), decoder=_decoder(128, 4, max_len=256), image_token=SPECIAL.index(IMAGE),
         shuffle=2,
     )  # fmt: skip
-    return VisionRun(kind="vlm", model=model, rows=64, train=_train(900, 0.01))
+    return VisionRun(kind="vlm", model=model, rows=64, train=_train(1000, 0.003))
 
 
 RECIPES: dict[str, Callable[[], VisionRun]] = {f.__name__: f for f in (clip, groupvit, vlm)}
