@@ -18,6 +18,7 @@ from bagu.serve.http.options import ServerOptions
     ServerOptions, Loader, EngineConfig, ServeOptions, config=ConfigFile,
     groups={
         "KV cache": "kv_dtype kv_memory num_blocks block_size gpu_memory_utilization prefix_cache",
+        "Long texts": "attention window attention_sinks",
         "Engine": "max_num_batched_tokens threads invariant seed speculative speculative_tokens",
         "Adapters": "adapters max_adapters max_adapter_rank adapter_root",
         "Requests": "generation_config tool_parser reasoning_parser embeddings served_model_name",

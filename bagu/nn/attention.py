@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from bagu import ops
+from bagu.nn.choices import BlockChoice
 from bagu.nn.config import ModelConfig, Rope
 from bagu.nn.kv import KV, HeadTransform, Scores
 from bagu.nn.linear import Factory, Linear, parameter
 from bagu.nn.norm import RMSNorm
 from bagu.nn.positions import Signals
+from bagu.ops.choose_blocks.means import packed_means
 
 
 class Context(NamedTuple):
@@ -36,6 +38,7 @@ class Softmax(nn.Module):
         super().__init__()
         self.layer, self.window = layer, config.window(layer)
         self.scale, self.causal = config.scale, config.causal
+        self.blocks = config.blocks if config.attention == "blocks" else None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, *, sinks: torch.Tensor | None = None
@@ -43,10 +46,27 @@ class Softmax(nn.Module):
         cu_seqlens, max_len, signals, kv = context
         if kv is not None:
             return self.cached(kv, q, k, v, v.shape[-1], signals, sinks=sinks)
+        if self.blocks is not None and max_len > self.blocks.dense_below:
+            return self.sparse(self.blocks, q, k, v, cu_seqlens, max_len)
         out, _ = ops.attention(
             q, k, v, cu_seqlens, max_len,
             causal=self.causal, window=self.window, scale=self.scale, slopes=signals.slopes, bias=signals.bias,
             sinks=sinks,
+        )  # fmt: skip
+        return out
+
+    def sparse(
+        self, of: BlockChoice, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int
+    ) -> torch.Tensor:
+        """Attention to the blocks that each query chooses."""
+        means, tables = packed_means(k, cu_seqlens, max_len, of.size)
+        blocks = ops.choose_blocks(
+            q.detach(), means, tables, cu_seqlens, cu_seqlens.diff(), max_len, max_len, size=of.size, top=of.top,
+            near=of.near, dense_below=of.dense_below,
+        )  # fmt: skip
+        out, _ = ops.block_attention(
+            q, k, v, blocks, cu_seqlens, max_len, size=of.size, near=of.near, dense_below=of.dense_below,
+            scale=self.scale,
         )  # fmt: skip
         return out
 
@@ -74,7 +94,7 @@ class Attention(nn.Module):
         self.sinks = parameter(H, **factory) if config.sinks else None
         self.other_positions = config.has_other_positions(layer)
         self.layout = config.positions.layout if isinstance(config.positions, Rope) else "half"
-        self.softmax = Softmax(config, layer) if config.attention == "softmax" else None
+        self.softmax = None if config.attention == "linear" else Softmax(config, layer)
         self.causal = config.causal
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:

@@ -30,6 +30,27 @@ def at_least(owner: object, least: int, *names: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockChoice:
+    """Block-sparse attention: a token attends to its own block of keys, the `near` ones before it, the first, and the
+    `top` others that its query chooses by their mean keys (ops.choose_blocks). It has no weights, so a checkpoint can
+    be trained and served with it or without."""
+
+    size: int = 64  # positions of a block; the engine's KV blocks have the same
+    top: int = 16
+    near: int = 8
+    dense_below: int = 2048  # a token before this position attends to all blocks
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "size")
+        at_least(self, 0, "top", "near", "dense_below")
+        if self.dense_below % self.size:
+            refuse(
+                f"blocks.dense_below = {self.dense_below} with blocks of {self.size}",
+                "all tokens of a block attend to all blocks, or none: use a multiple of size",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormConfig:
     """The kind of norm, and its placement.
 

@@ -1,7 +1,8 @@
 """The configuration of a model: one frozen tree of plain values. `Transformer` is built from it.
 
     attention kind    num_heads H, num_kv_heads G: MHA is G = H, MQA is G = 1, GQA is between; `mla` replaces keys and
-                      values by a latent; `attention="linear"` replaces the softmax
+                      values by a latent; `attention="linear"` replaces the softmax, and
+                      `attention="blocks"` applies it to few blocks of keys that a query chooses (`blocks`)
     layer i           windows[i % len(windows)]; a mixture of experts unless i is in moe.dense_layers; `positions`
                       unless i is in layer_positions.layers
 
@@ -13,7 +14,17 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bagu.nn.choices import NEWER, GateClamp, MLAConfig, MoEConfig, Multipliers, NormConfig, at_least, refuse
+from bagu.nn.choices import (
+    NEWER,
+    BlockChoice,
+    GateClamp,
+    MLAConfig,
+    MoEConfig,
+    Multipliers,
+    NormConfig,
+    at_least,
+    refuse,
+)
 from bagu.nn.position_choices import (
     Alibi,
     LayerPositions,
@@ -47,7 +58,8 @@ class ModelConfig:
     positions: Positions = field(default_factory=Rope)
     layer_positions: LayerPositions | None = field(default=None, metadata=NEWER)  # layers whose positions differ
     multipliers: Multipliers = field(default=Multipliers(), metadata=NEWER)
-    attention: Literal["softmax", "linear"] = "softmax"
+    attention: Literal["softmax", "linear", "blocks"] = "softmax"
+    blocks: BlockChoice = field(default=BlockChoice(), metadata=NEWER)  # with attention "blocks"
     mla: MLAConfig | None = None
     causal: bool = True
     windows: tuple[int | None, ...] = (None,)  # a pattern over the layers: attention window, the token itself included
@@ -157,6 +169,14 @@ class ModelConfig:
                 refuse(f"windows has an entry {w}", "a token attends at least to itself: 1 or more, or None for all")
         if self.attention == "linear" and any(w is not None for w in self.windows):
             refuse("linear attention with a window", "its state sums over all earlier tokens: leave windows out")
+        if self.attention == "blocks":
+            others = {
+                "MLA": self.mla is not None, "a window": any(w is not None for w in self.windows), "sinks": self.sinks,
+                "bidirectional attention": not self.causal,
+                f"{self.positions.kind!r} positions": isinstance(self.positions, (Alibi, T5Relative)),
+            }  # fmt: skip
+            if found := [name for name, has in others.items() if has]:
+                refuse(f'attention = "blocks" with {found[0]}', 'leave one of them out, or use attention = "softmax"')
 
     def _check_rest(self) -> None:
         if not 0.0 <= self.dropout < 1.0:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from bagu import ops
 from bagu.errors import ArgumentError
-from bagu.nn.attention import Context
+from bagu.nn.attention import Context, Softmax
 from bagu.nn.block import Block, expected_size
 from bagu.nn.change import with_modules
 from bagu.nn.config import ModelConfig
@@ -149,6 +149,12 @@ class Transformer(nn.Module):
             return self
         config = replace(self.config, max_len=max_len)
         model = with_modules(self, lambda name, module: make_encoding(config) if name == "positions" else None)
+        model.config = config
+        return model
+
+    def with_attention(self, config: ModelConfig) -> Transformer:
+        """The model with the same weights and the attention of `config`: other windows, or blocks instead of all."""
+        model = with_modules(self, lambda _, m: Softmax(config, m.layer) if isinstance(m, Softmax) else None)
         model.config = config
         return model
 

@@ -11,8 +11,10 @@
 from bagu.ops.add_rms_norm import add_rms_norm
 from bagu.ops.attention import attention
 from bagu.ops.batch_norm import batch_norm
+from bagu.ops.block_attention import block_attention
 from bagu.ops.call.dispatch import use
 from bagu.ops.call.swap import swap
+from bagu.ops.choose_blocks import choose_blocks
 from bagu.ops.conv2d import conv1d, conv2d
 from bagu.ops.cross_entropy import cross_entropy
 from bagu.ops.dequantize_int8 import dequantize_int8
@@ -61,6 +63,8 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "batch_norm",
+    "block_attention",
+    "choose_blocks",
     "conv1d",
     "conv2d",
     "cross_entropy",

@@ -1,5 +1,8 @@
 """The parts of an engine, built from the model and the configuration."""
 
+from dataclasses import replace
+from typing import Any
+
 from bagu.errors import ArgumentError
 from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
@@ -24,6 +27,22 @@ def eos_ids(model: Transformer, tokenizer: Tokenizer | None, config: EngineConfi
     return tuple(id for id in dict.fromkeys((*own, *config.generation.eos_ids)) if id < model.config.vocab_size)
 
 
+def with_attention(model: Transformer, config: EngineConfig) -> Transformer:
+    """The model with the attention that the engine's options ask for, which may be other than it was trained with."""
+    own, window = model.config, config.window
+    if config.attention is None and window is None:
+        return model
+    changes: dict[str, Any] = {} if config.attention is None else {"attention": config.attention}
+    if window is not None:
+        if own.attention == "linear" or own.mla is not None or config.attention == "blocks":
+            raise ArgumentError(
+                f"engine: window = {window} for a model with {'MLA' if own.mla else config.attention or own.attention}",
+                hint="use a model with softmax attention",
+            )
+        changes["windows"] = tuple(min(own.window(i) or window, window) for i in range(own.num_layers))
+    return model.with_attention(replace(own, **changes))
+
+
 def scheduler_config(model: Transformer, config: EngineConfig, pool: Pool, stops: tuple[int, ...]) -> SchedulerConfig:
     """`stops` are the end-of-text tokens."""
     return SchedulerConfig(
@@ -39,7 +58,7 @@ def build_runner(model: Transformer, config: EngineConfig, pool: Pool, ranks: Ra
     spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
     dtype = cache_dtype(config.kv_dtype, table.dtype)
     heads, num_blocks = local_heads(model.config, config.tp), pool.num_blocks + spare
-    groups = layer_groups(model.config)
+    groups = layer_groups(model.config, config.attention_sinks)
     kv = PagedKV(heads, num_blocks, pool.block_size, device=table.device, dtype=dtype, groups=groups)
     if ranks is not None:
         return LeadRunner(model, kv, config, pool.max_model_len, ranks)

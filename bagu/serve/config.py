@@ -99,6 +99,14 @@ class EngineConfig:
     ] = None
     num_blocks: Annotated[int | None, Option("Size of the KV cache in blocks, instead of bytes.")] = None
     prefix_cache: Annotated[bool, PREFIX_CACHING] = True
+    # None: as the model is
+    attention: Annotated[
+        Literal["softmax", "blocks"] | None, Option("Attend to all tokens (softmax) or to chosen blocks of them.")
+    ] = None
+    window: Annotated[
+        int | None, Option("Attend to this many last tokens in all layers; the model forgets others.")
+    ] = None
+    attention_sinks: Annotated[int, Option("With a window: attend to this many first tokens too.")] = 0
     speculative: Annotated[
         str | None, Option("Draft tokens by prompt lookup (ngram), or by the model at this path.")
     ] = None
@@ -141,7 +149,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         at_least_one = ("block_size", "num_blocks", "kv_memory", "max_model_len", "max_num_seqs", "threads", "tp",
-                        "speculative_tokens", "max_adapter_rank")  # fmt: skip
+                        "speculative_tokens", "max_adapter_rank", "window")  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -151,6 +159,13 @@ class EngineConfig:
                 f"engine: max_num_batched_tokens = {self.max_num_batched_tokens} is below "
                 f"max_num_seqs = {self.max_num_seqs}",
                 hint="every running sequence needs one token per step: raise the first, or lower the second",
+            )
+        if self.attention not in (None, "softmax", "blocks"):
+            raise ArgumentError(f"engine: attention = {self.attention!r}", hint="use softmax or blocks")
+        if self.attention_sinks < 0 or (self.attention_sinks and self.window is None):
+            raise ArgumentError(
+                f"engine: attention_sinks = {self.attention_sinks}, window = {self.window}",
+                hint="sinks are 0 or more first tokens beside a window: give --window too",
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ArgumentError(

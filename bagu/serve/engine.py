@@ -32,7 +32,7 @@ from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.adapters.registry import AdapterRegistry
-from bagu.serve.build import build_runner, build_speculator, eos_ids, scheduler_config
+from bagu.serve.build import build_runner, build_speculator, eos_ids, scheduler_config, with_attention
 from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.compiler import GrammarCompiler
 from bagu.serve.generate import GenerationMixin
@@ -65,7 +65,7 @@ class Engine(GenerationMixin):
         config = EngineConfig() if config is None else config
         if model.score is not None:
             raise ArgumentError("the model has a score head and predicts no tokens", hint="use a language model")
-        model = model.eval().for_length(config.max_model_len)
+        model = with_attention(model.eval().for_length(config.max_model_len), config)
         if (scaling := model.config.longrope) is not None:
             warnings.warn(
                 f"the engine takes sequences of {model.config.max_len} tokens, so it uses the long factors of longrope "
@@ -96,7 +96,7 @@ class Engine(GenerationMixin):
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.max_model_len = pool.max_model_len
         stops = eos_ids(model, tokenizer, config)
-        groups = layer_groups(model.config)
+        groups = layer_groups(model.config, config.attention_sinks)
         self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache, groups=groups)
         self.speculator = build_speculator(model, tokenizer, config, pool, draft)
         self.scheduler = Scheduler(scheduler_config(model, config, pool, stops), self.blocks, self.speculator)

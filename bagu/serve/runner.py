@@ -13,6 +13,7 @@ Dims: T = tokens, N = samples, D = features, V = vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,9 @@ class Runner:
         if self.device.type != "cpu" or self.mesh is not None:
             return None
         try:
+            if any(group.first for group in self.kv.groups):
+                raise Mismatch("first positions beside a window")
+            model = model.with_attention(replace(model.config, attention="softmax")) if self.kv.choice else model
             if self.config.invariant:  # not `merged`: LoRA is a product of its own in training
                 return InvariantDecode(self.matched.step(model), self.kv)
             if not compiles(model.embedding.weight.dtype):

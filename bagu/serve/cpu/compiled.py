@@ -83,13 +83,17 @@ class _Linear(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [(name, _Linear) for name in ("qkv", "out", "up", "down")]
-    _fields_ += [(name, POINTER) for name in ("qk_gain", "keys", "values")] + [("window", LONG), ("group", LONG)]
+    _fields_ += [(name, POINTER) for name in ("qk_gain", "keys", "values", "means")] + [
+        ("window", LONG),
+        ("group", LONG),
+    ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [(n, LONG) for n in ("hidden", "heads", "key_heads", "head_dim", "inner", "block_size", "num_layers")]
     _fields_ += [(n, LONG) for n in ("activation", "gated")] + [(n, FLOAT) for n in ("eps", "qk_eps", "scale")]
     _fields_ += [(n, POINTER) for n in ("table", "gain", "cos", "sin", "layers")]
+    _fields_ += [(n, LONG) for n in ("top", "near", "dense_below")]
 
 
 class _Step(ctypes.Structure):
@@ -192,6 +196,7 @@ class CompiledDecode:
             len(step.layers), ACTIVATIONS.index(step.activation), step.gated, self.hidden * step.eps,
             step.head_dim * step.qk_eps, step.scale, _at(step.table), _at(self.gain),
             *map(_at, step.rope_tables or (None, None)), ctypes.addressof(self.structs),
+            *((0, 0, 0) if kv.choice is None else (kv.choice.top, kv.choice.near, kv.choice.dense_below)),
         )  # fmt: skip
         self.kept += step.rope_tables
         self.buffers: Sequence[torch.Tensor] = ()
@@ -203,7 +208,8 @@ class CompiledDecode:
         linears += [self._packed(w.up, gated=self.gated), self._packed(w.down)]
         gain = None if w.qk_gain is None else w.qk_gain.float() * math.sqrt(self.head_dim)
         self.kept += [*linears, gain]
-        pointers = map(_at, (gain, *self.kv.layers[w.cache].tensors))
+        cache = self.kv.layers[w.cache]
+        pointers = map(_at, (gain, cache.keys, cache.values, cache.means))
         return _Layer(*(linear.struct for linear in linears), *pointers, w.window or 0, self.kv.group_of[w.cache])
 
     def _packed(self, linear: Weight, *, gated: bool = False) -> PackedLinear:

@@ -35,6 +35,8 @@ class InvariantDecode:
             raise Mismatch(f"no C++ for invariant mode in {step.table.dtype} on this machine")
         if step.activation != "silu" or not step.gated or not step.rope_tables:
             raise Mismatch(f"{step.activation}, gated: {step.gated}, or no RoPE: the list has SwiGLU and RoPE only")
+        if kv.choice is not None:
+            raise Mismatch("blocks that queries choose")
         if kv.quantized:
             raise Mismatch("an 8-bit cache")
         for layer in step.layers:

@@ -17,6 +17,9 @@
 //
 // Dims: S = new tokens, H = heads, G = key heads, D = features of a head, B = places of a block.
 
+#include <algorithm>
+#include <utility>
+
 #include "ops/paged_attention/decode.h"
 #include "serve/cpu/packed_linear.h"
 #include "serve/cpu/prompt_attention.h"
@@ -27,6 +30,7 @@ struct Layer {
     Linear qkv, out, up, down;
     const float* qk_gain;  // [H + G, D], times sqrt(D); null without a QK norm
     void *keys, *values;   // [N, B, G, D]
+    void* means;           // [N, G, D]: the mean keys of full blocks, where queries choose blocks; else null
     int64_t window, group; // 0: none; the group of layers whose block tables it reads
 };
 
@@ -37,6 +41,14 @@ struct Model {
     const float* gain;         // of the last norm, times sqrt(hidden)
     const float *cos, *sin;    // [positions, D / 2], or null
     const Layer* layers;
+    int64_t top, near, dense_below;  // of the choice of blocks (ops/choose_blocks), where layers have means
+};
+
+// Memory for a choice of blocks. Each thread has its own.
+struct Choice {
+    std::vector<float> query;
+    std::vector<std::pair<float, int64_t>> ranked;  // the negative score of a block, and its number
+    std::vector<int32_t> table;
 };
 
 struct Step {
@@ -135,6 +147,58 @@ void attend_token(const Model& m, const Layer& layer, const Step& step, int64_t 
     attend_any(pages_of<T>(m, layer, step, s), q, y, n, D, D, first, last, begin, end, m.scale, scratch);
 }
 
+// The mean keys of the block that token s fills, if it does, in key heads first … last.
+template <class T>
+void store_mean(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t first, int64_t last) {
+    int64_t G = m.key_heads, D = m.head_dim, B = m.block_size, place = step.lengths[s] - 1;
+    if ((place + 1) % B) return;
+    Pages<T> pages = pages_of<T>(m, layer, step, s);
+    int64_t page = pages.table[place / B];
+    for (int64_t g = first; g < last; g++)
+        for (int64_t i = 0; i < D; i++) {
+            float sum = 0;
+            for (int64_t j = 0; j < B; j++) sum += widen(pages.k.at(page * B + j, g)[i]);
+            narrow(sum / B, static_cast<T*>(layer.means)[(page * G + g) * D + i]);
+        }
+}
+
+// The attention of token s in key head g, over the blocks that it chooses: its own, those near, the first, and the `top`
+// of the others by the product of the sum of its queries with their mean keys, of equal ones the earlier.
+template <class T>
+void attend_chosen(const Model& m, const Layer& layer, const Step& step, int64_t s, int64_t g, Scratch& scratch,
+                   Choice& choice) {
+    int64_t H = m.heads, G = m.key_heads, D = m.head_dim, n = H / G, B = m.block_size, place = step.lengths[s] - 1;
+    int64_t own = place / B, low = place < m.dense_below || own < m.near ? 0 : own - m.near;
+    const float* q = step.qkv + s * (H + 2 * G) * D + g * n * D;
+    Pages<T> pages = pages_of<T>(m, layer, step, s);
+    choice.table.clear();
+    if (low > 0) choice.table.push_back(pages.table[0]);
+    if (low > 1) {
+        choice.query.assign(D, 0.0f);
+        for (int64_t h = 0; h < n; h++)
+            for (int64_t i = 0; i < D; i++) choice.query[i] += q[h * D + i];
+        choice.ranked.clear();
+        for (int64_t j = 1; j < low; j++) {
+            const T* mean = static_cast<const T*>(layer.means) + (int64_t(pages.table[j]) * G + g) * D;
+            vec sums{};
+            int64_t i = 0;
+            for (; i + W <= D; i += W) sums += load(choice.query.data() + i) * load(mean + i);
+            float score = sum(sums);
+            for (; i < D; i++) score += choice.query[i] * widen(mean[i]);
+            choice.ranked.push_back({-score, j});
+        }
+        size_t count = std::min<size_t>(m.top, choice.ranked.size());
+        std::partial_sort(choice.ranked.begin(), choice.ranked.begin() + count, choice.ranked.end());
+        choice.ranked.resize(count);
+        std::sort(choice.ranked.begin(), choice.ranked.end(), [](auto a, auto b) { return a.second < b.second; });
+        for (auto [score, j] : choice.ranked) choice.table.push_back(pages.table[j]);
+    }
+    for (int64_t j = low; j <= own; j++) choice.table.push_back(pages.table[j]);
+    int64_t end = (int64_t(choice.table.size()) - 1) * B + place % B + 1;
+    pages.table = choice.table.data();
+    attend_any(pages, q, step.y + s * H * D + g * n * D, n, D, D, g, g + 1, int64_t(0), end, m.scale, scratch);
+}
+
 // Consecutive tokens of one sequence, at most GROUP_TOKENS.
 struct TokenGroup {
     int64_t first, count;
@@ -172,6 +236,7 @@ void run(const Model& m, const Step& step) {
 #pragma omp parallel num_threads(step.threads)
     {
         Scratch scratch;
+        Choice choice;
         std::vector<float> norms(S);
         auto norm = [&] {  // by each thread for itself: no barrier
             for (int64_t s = 0; s < S; s++) norms[s] = inverse_norm(step.x + s * C, C, m.eps);
@@ -199,7 +264,15 @@ void run(const Model& m, const Step& step) {
                 store_columns(step.qkv + s * QKV, p * 2 * W + W, QKV, b * norms[s] + d);
             };
             linear<Weight>(layer.qkv, input(step.x), low(l, 0), S, C, tiles(QKV), put_qkv);
-            if (step.several) {
+            if (step.several && layer.means) {
+#pragma omp for schedule(static)
+                for (int64_t s = 0; s < S; s++) store_token<T>(m, layer, step, s, 0, G);
+#pragma omp for schedule(static)
+                for (int64_t s = 0; s < S; s++) store_mean<T>(m, layer, step, s, 0, G);
+#pragma omp for collapse(2) schedule(dynamic)
+                for (int64_t s = 0; s < S; s++)
+                    for (int64_t g = 0; g < G; g++) attend_chosen<T>(m, layer, step, s, g, scratch, choice);
+            } else if (step.several) {
 #pragma omp for schedule(static)
                 for (int64_t s = 0; s < S; s++) store_token<T>(m, layer, step, s, 0, G);
 #pragma omp for collapse(2) schedule(dynamic)
@@ -211,6 +284,11 @@ void run(const Model& m, const Step& step) {
                     for (int64_t i = 0; i < parts; i++) {
                         int64_t first = i * G / parts, last = (i + 1) * G / parts;
                         store_token<T>(m, layer, step, s, first, last);
+                        if (layer.means) {
+                            store_mean<T>(m, layer, step, s, first, last);
+                            for (int64_t g = first; g < last; g++) attend_chosen<T>(m, layer, step, s, g, scratch, choice);
+                            continue;
+                        }
                         attend_token<T>(m, layer, step, s, first, last, scratch);
                     }
             }

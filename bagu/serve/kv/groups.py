@@ -45,15 +45,16 @@ def whole(num_layers: int) -> tuple[LayerGroup, ...]:
     return (LayerGroup(tuple(range(num_layers))),)
 
 
-def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """The groups of a model, those without a window first."""
+def layer_groups(config: ModelConfig, first: int = 0) -> tuple[LayerGroup, ...]:
+    """The groups of a model, those without a window first. `first`: positions that all with a window keep as well."""
     windows = [config.window(i) for i in range(config.num_layers)]
     counts = Counter(windows)
     size = max(min(counts.values()), -(-config.num_layers // MOST_GROUPS))
     groups: list[LayerGroup] = []
     for window in sorted(counts, key=lambda w: (w is not None, w or 0)):
         layers = [i for i, w in enumerate(windows) if w == window]
-        groups += [LayerGroup(tuple(layers[at : at + size]), window) for at in range(0, len(layers), size)]
+        kept = 0 if window is None else first
+        groups += [LayerGroup(tuple(layers[at : at + size]), window, kept) for at in range(0, len(layers), size)]
     return tuple(groups)
 
 

@@ -22,6 +22,8 @@ from bagu import ops
 from bagu.nn.config import ModelConfig
 from bagu.nn.kv import CacheError, HeadTransform, Scores
 from bagu.serve.kv.groups import LayerGroup, group_layers, whole
+from bagu.serve.kv.sparse import attend_chosen, join, owners, write_means
+from bagu.serve.plan import SHORT
 
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 FP32 = torch.float32
@@ -83,6 +85,7 @@ class LayerCache(NamedTuple):
     values: torch.Tensor | None = None  # [N, B, G, E]; None with MLA: the values are the first features of the keys
     key_scales: torch.Tensor | None = None  # [N, B, G] fp32, of an 8-bit cache
     value_scales: torch.Tensor | None = None
+    means: torch.Tensor | None = None  # [N, G, D]: the mean keys of full blocks, with attention "blocks"
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -120,7 +123,16 @@ def cache_tensors(config: ModelConfig, dtype: torch.dtype) -> Mapping[str, Cache
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, *, num_layers: int | None = None) -> int:
     """Bytes of one block for `num_layers` layers; None: all of the model."""
     layers = config.num_layers if num_layers is None else num_layers
-    return layers * block_size * sum(t.position_bytes for t in cache_tensors(config, dtype).values())
+    means = means_tensor(config, dtype)
+    each = block_size * sum(t.position_bytes for t in cache_tensors(config, dtype).values())
+    return layers * (each + (0 if means is None else means.position_bytes))
+
+
+def means_tensor(config: ModelConfig, dtype: torch.dtype) -> CacheTensor | None:
+    """The mean keys of a block; None unless queries choose blocks by them."""
+    if config.attention != "blocks":
+        return None
+    return CacheTensor((config.num_kv_heads, config.head_dim), FP32 if dtype in EIGHT_BITS.values() else dtype)
 
 
 class PagedKV:
@@ -140,11 +152,23 @@ class PagedKV:
         if not config.causal or config.attention == "linear":
             found = "linear attention" if config.causal else "a bidirectional model"
             raise CacheError(f"{found} has no KV cache", hint="use a causal model with softmax attention")
+        self.choice = config.blocks if config.attention == "blocks" else None
+        if self.choice is not None and block_size != self.choice.size:
+            raise CacheError(
+                f"KV blocks of {block_size} positions, and the model chooses blocks of {self.choice.size}",
+                hint=f"use block_size = {self.choice.size}",
+            )
         self.num_blocks, self.block_size = num_blocks, block_size
-        tensors = cache_tensors(config, torch.get_default_dtype() if dtype is None else dtype)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        tensors, means = cache_tensors(config, dtype), means_tensor(config, dtype)
         self.groups = whole(config.num_layers) if groups is None else tuple(groups)
         self.pool = [
-            LayerCache(**{name: t.zeros(num_blocks, block_size, device) for name, t in tensors.items()})
+            LayerCache(
+                **{name: t.zeros(num_blocks, block_size, device) for name, t in tensors.items()},
+                means=None
+                if means is None
+                else torch.zeros(num_blocks, *means.shape, device=device, dtype=means.dtype),
+            )
             for _ in range(group_layers(self.groups))
         ]
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
@@ -152,6 +176,7 @@ class PagedKV:
         self.layers = [self.pool[places[layer][1]] for layer in range(config.num_layers)]
         self.batch: Batch | None = None
         self.parts: list[Part] = []
+        self.filled: list[torch.Tensor] | None = None  # the blocks whose means change; None: those of all new tokens
 
     @property
     def quantized(self) -> bool:
@@ -172,7 +197,10 @@ class PagedKV:
         return self.batch.max_context
 
     def load(self, batch: Batch) -> None:
-        self.batch, self.parts = batch, batch.parts()
+        self.batch, self.parts, self.filled = batch, batch.parts(), None
+        if self.choice is not None and batch.max_len > SHORT:  # a graph has short steps, and reads the slots itself
+            last = batch.positions % self.block_size == self.block_size - 1
+            self.filled = [slots[last] // self.block_size for slots in batch.slots]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers of their group, in this order."""
@@ -192,7 +220,7 @@ class PagedKV:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
     ) -> torch.Tensor:
-        b, (keys, values, key_scales, value_scales), g = self.batch, self.layers[layer], self.group_of[layer]
+        b, (keys, values, key_scales, value_scales, means), g = self.batch, self.layers[layer], self.group_of[layer]
         assert b is not None, "call PagedKV.load before a forward"
         if k is not None:
             ops.kv_write(keys, k, b.slots[g], scale=key_scales)
@@ -209,6 +237,20 @@ class PagedKV:
                 )[0]
                 for p in self.parts
             ]  # fmt: skip
+        elif self.choice is not None and means is not None:
+            write_means(
+                means, keys, key_scales, b.slots[g] // self.block_size if self.filled is None else self.filled[g]
+            )
+            outs = [
+                attend_chosen(
+                    q[p.tokens], keys, values, means, p.block_tables[g], p.cu_seqlens, p.context_lens,
+                    b.positions[p.tokens], p.max_len, p.max_context, self.choice, scores.scale,
+                    (key_scales, value_scales),
+                )
+                for p in self.parts
+            ]  # fmt: skip
+        elif self.groups[g].first:
+            outs = [self._attend_with_first(p, g, q[p.tokens], self.layers[layer], scores) for p in self.parts]
         else:
             outs = [
                 ops.paged_attention(
@@ -218,3 +260,27 @@ class PagedKV:
                 for p in self.parts
             ]  # fmt: skip
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_with_first(
+        self, part: Part, group: int, q: torch.Tensor, cache: LayerCache, scores: Scores
+    ) -> torch.Tensor:
+        """Attention to the window and to the first positions, which are before it: two calls, joined by their sums.
+        In the second each token is a sequence of its own, of the first positions that its window does not reach."""
+        assert cache.values is not None and scores.window is not None, "build.py refuses other models"
+        kept, b = self.groups[group], self.batch
+        assert b is not None
+        scales = {"k_scale": cache.key_scales, "v_scale": cache.value_scales}
+        near, near_lse = ops.paged_attention(
+            q, cache.keys, cache.values, part.block_tables[group], part.cu_seqlens, part.context_lens, part.max_len,
+            part.max_context, **scales, **scores._asdict(),
+        )  # fmt: skip
+        columns = min(-(-kept.first // self.block_size), part.block_tables[group].shape[1])
+        hidden = b.positions[part.tokens] - scores.window + 1  # positions before the window
+        lengths = hidden.clamp(1, min(kept.first, columns * self.block_size))
+        first, first_lse = ops.paged_attention(
+            q, cache.keys, cache.values, part.block_tables[group][owners(part.cu_seqlens, len(q)), :columns],
+            torch.arange(len(q) + 1, device=q.device, dtype=torch.int32), lengths.to(torch.int32), 1,
+            columns * self.block_size, **scales, **scores._replace(window=None, sinks=None)._asdict(),
+        )  # fmt: skip
+        first_lse = first_lse.masked_fill((hidden < 1).unsqueeze(1), -torch.inf)
+        return join((near, first), (near_lse, first_lse))

@@ -29,14 +29,14 @@ def size_pool(model: Transformer, config: EngineConfig, draft: Transformer | Non
     length can use: a group of layers with a window keeps that, not the whole length. A draft model has a pool of as
     many blocks, in the same memory."""
     table = model.embedding.weight
-    B = config.block_size or BLOCK_SIZE
+    B = config.block_size or (model.config.blocks.size if model.config.attention == "blocks" else BLOCK_SIZE)
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     if config.max_model_len is not None and config.max_model_len > model.config.max_len:
         raise ArgumentError(
             f"engine: max_model_len = {config.max_model_len}, and the model has positions for {model.config.max_len}",
             hint=f"max_model_len is at most {model.config.max_len} for this model",
         )
-    groups = layer_groups(model.config)
+    groups = layer_groups(model.config, config.attention_sinks)
     dtype = cache_dtype(config.kv_dtype, table.dtype)
     each = block_bytes(local_heads(model.config, config.tp), B, dtype, num_layers=group_layers(groups))
     if draft is not None:
