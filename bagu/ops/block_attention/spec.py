@@ -138,7 +138,7 @@ CASES = [
     Case("none", "nothing but the window of blocks and the first", lengths=(45, 20), H=2, D=8, top=0),
     Case("dense", "the first tokens attend to all", lengths=(50, 9), H=2, D=8, dense_below=24),
     Case("empty", "segments without a token", lengths=(21, 0, 12, 0), H=2, D=8),
-    Case("one", "segments of one token", lengths=(1, 1), H=2, D=8),
+    Case("one", "segments of one token: its score has no gradient", lengths=(1, 1), H=2, D=8, frozen=["q", "k"]),
     Case("boundary", "segments that end with a block", lengths=(32, 16), H=2, D=8),
     Case("blocks_of_32", "blocks of a kernel's size", lengths=(200, 70), H=2, D=16, size=32, top=2),
     Case("scale", "the scale is given", lengths=(33,), H=2, D=8, scale=0.3),
