@@ -1,4 +1,4 @@
-"""Block-sparse attention with Triton kernels (kernels.py) over packed segments.
+"""Block-sparse attention with Triton kernels (block_kernels.py) over packed segments.
 
 A query's far blocks are those between the first one and those near it. `Routes` sorts the pairs of a query and a far
 block by the block, so that a program has the keys of one block and gathers its queries. Parts of out and dq are stored
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagu.ops.attention.shape import side_by_side
-from bagu.ops.block_attention import kernels
+from bagu.ops.block_attention import block_kernels as kernels
 from bagu.ops.block_attention.spec import Args
 from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import next_power_of_2, triton_acc

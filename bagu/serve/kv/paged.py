@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -269,7 +269,7 @@ class PagedKV:
         assert cache.values is not None and scores.window is not None, "build.py refuses other models"
         kept, b = self.groups[group], self.batch
         assert b is not None
-        scales = {"k_scale": cache.key_scales, "v_scale": cache.value_scales}
+        scales: dict[str, Any] = {"k_scale": cache.key_scales, "v_scale": cache.value_scales}
         near, near_lse = ops.paged_attention(
             q, cache.keys, cache.values, part.block_tables[group], part.cu_seqlens, part.context_lens, part.max_len,
             part.max_context, **scales, **scores._asdict(),
