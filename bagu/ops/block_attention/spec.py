@@ -133,15 +133,15 @@ def cost_backward(dims: Mapping[str, int], itemsize: int) -> Cost:
 CASES = [
     Case("tiny", "one short segment, most of it dense", lengths=(13,), H=2, D=8),
     Case("ragged", "several segments, no size a multiple of a block", lengths=(30, 7, 1, 22), H=3, D=11, E=5),
-    Case("gqa", "two heads choose together", lengths=(41, 25), H=4, G=2, D=16),
+    Case("gqa", "two query heads choose together", lengths=(41, 25), H=4, G=2, D=16),
     Case("far", "more far blocks than near ones", lengths=(70,), H=2, D=8, top=6, near=0),
     Case("none", "nothing but the window of blocks and the first", lengths=(45, 20), H=2, D=8, top=0),
     Case("dense", "the first tokens attend to all", lengths=(50, 9), H=2, D=8, dense_below=24),
-    Case("empty", "segments without a token", lengths=(21, 0, 12, 0), H=2, D=8),
+    Case("empty", "segments without a token between others", lengths=(21, 0, 12, 0), H=2, D=8),
     Case("one", "segments of one token: its score has no gradient", lengths=(1, 1), H=2, D=8, frozen=["q", "k"]),
     Case("boundary", "segments that end with a block", lengths=(32, 16), H=2, D=8),
     Case("blocks_of_32", "blocks of a kernel's size", lengths=(200, 70), H=2, D=16, size=32, top=2),
-    Case("scale", "the scale is given", lengths=(33,), H=2, D=8, scale=0.3),
+    Case("scale", "the scale is given and is not 1 / sqrt(D)", lengths=(33,), H=2, D=8, scale=0.3),
 ]
 BENCH = [
     Case("train_16k", "one sequence of 16k tokens, Qwen3-0.6B", lengths=(16384,), H=16, G=8, D=128, size=64, top=16,

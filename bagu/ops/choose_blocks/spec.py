@@ -141,18 +141,18 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
 
 MIXED = ((30, 1), (0, 9), (13, 6), (0, 1), (47, 2))
 CASES = [
-    Case("decode", "one new token each", plan=((30, 1), (44, 1), (3, 1), (61, 1)), H=2, D=8),
+    Case("decode", "one new token of each sequence", plan=((30, 1), (44, 1), (3, 1), (61, 1)), H=2, D=8),
     Case("mixed", "decodes, a prefill, a chunk, a text of one token", plan=MIXED, H=4, G=2, D=16),
     Case("all", "more to choose than there are", plan=((30, 1), (0, 25)), H=2, D=8, top=9),
     Case("none", "only the own block, the last and the first", plan=MIXED, H=2, D=8, top=0),
-    Case("own", "only the own block and the first", plan=MIXED, H=2, D=8, top=0, near=0),
+    Case("own", "nothing but the own block and the first", plan=MIXED, H=2, D=8, top=0, near=0),
     Case("ties", "equal scores: the earlier block", plan=((47, 1), (20, 30)), H=2, D=8, equal=True),
     Case("dense", "short texts attend to all blocks", plan=((21, 1), (0, 40)), H=2, D=8, dense_below=24),
     Case("boundary", "the first and the last token of a block", plan=((31, 1), (32, 1), (27, 2), (28, 4)), H=2, D=8),
     Case("empty", "sequences without a token, and without a context", plan=((20, 2), (0, 0), (9, 0)), H=2, D=8),
     Case("slack", "max_context is not reached, large blocks", plan=((140, 1), (90, 2)), H=2, D=8, size=16, slack=1),
     Case("ragged", "no size is a power of two", plan=((50, 3), (7, 1), (0, 23)), H=6, G=3, D=11, size=3, top=3, near=2),
-    Case("wide", "many blocks", plan=((500, 2), (300, 70)), H=2, D=8, top=7, near=2),
+    Case("wide", "many more blocks than are chosen", plan=((500, 2), (300, 70)), H=2, D=8, top=7, near=2),
 ]
 BENCH = [
     Case("decode_128k", "one text of 128k tokens to Qwen3-0.6B", S=1, past=131071, H=16, G=8, D=128, size=64, top=16,
