@@ -76,6 +76,25 @@ def padding(tokens: int, sequences: int, max_len: int) -> Padding:
     return Padding(total - tokens, ends, np.diff(ends, prepend=np.int32(tokens)), each)
 
 
+def rehearsed_decodes(sequences: int, context: int, num_groups: int, spare: int, block_size: int) -> StepArrays:
+    """A step of decodes in block `spare`, as if a sequence had `context` positions."""
+    zeros = np.zeros(sequences, dtype=np.int64)
+    return StepArrays(
+        ids=zeros,
+        positions=zeros,
+        slots=np.full((num_groups, sequences), spare * block_size, dtype=np.int64),
+        adapters=None,
+        cu_seqlens=np.arange(sequences + 1, dtype=np.int32),
+        context_lens=np.ones(sequences, dtype=np.int32),
+        tables=np.full((num_groups, 1, 1), spare, dtype=np.int32),
+        table_rows=zeros,
+        late=np.empty((0, 2), dtype=np.int64),
+        sample_rows=None,
+        max_len=1,
+        max_context=context,
+    )
+
+
 class GraphInputs:
     """The inputs of the graph of a bucket, in one buffer on the device."""
 
@@ -218,22 +237,7 @@ class GraphDecode:
     def capture_decodes(self, sequences: int, context: int) -> None:
         """Capture the graph of this many decodes now, if it is not captured yet. Its sequences read and write the
         block of padding."""
-        zeros, B = np.zeros(sequences, dtype=np.int64), self.kv.block_size
-        step = StepArrays(
-            ids=zeros,
-            positions=zeros,
-            slots=zeros + self.spare * B,
-            adapters=None,
-            cu_seqlens=np.arange(sequences + 1, dtype=np.int32),
-            context_lens=np.ones(sequences, dtype=np.int32),
-            tables=np.full((1, 1), self.spare, dtype=np.int32),
-            table_rows=zeros,
-            late=np.empty((0, 2), dtype=np.int64),
-            sample_rows=None,
-            max_len=1,
-            max_context=context,
-        )
-        self.load(step)
+        self.load(rehearsed_decodes(sequences, context, len(self.kv.groups), self.spare, self.kv.block_size))
 
     def _inputs(self, size: Bucket) -> GraphInputs:
         device = self.kv.tensors[0].device
