@@ -142,6 +142,20 @@ class ParallelBench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerBench:
+    shape: Annotated[str, Option("A shape of `bagu bench train`.")] = "cpu_6m"
+    servers: Annotated[int, Option("Processes that keep the parameters.")] = 4
+    workers: Annotated[int, Option("Processes of one thread that compute gradients.")] = 2
+    rounds: Annotated[int, Option("Steps to time of each kind, in turn.")] = 6
+    kills: Annotated[int, Option("Instead, kill servers so many times at random moments, and check every update.")] = 0
+    fault: Annotated[str, Option("Of --kills: kill, pair (two adjacent servers), stop (SIGSTOP, 5 s) or manager.")] = (
+        "kill"
+    )
+    out: Annotated[Path | None, Option(RESULTS_HELP)] = None
+    as_json: Annotated[bool, options.AS_JSON] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineBench:
     model: Annotated[str | None, Argument("A model. Default: random weights of --shape.", metavar="MODEL")] = None
     shape: Annotated[str | None, Option("cpu_8m, smollm_135m or qwen3_0_6b.")] = None

@@ -58,13 +58,21 @@ def root(
 def doctor(
     as_json: AsJson = False,
     measure: Annotated[bool, Option(help="Measure memory bandwidth and matmul rate (about 2 s).")] = True,
+    ray: Annotated[bool, Option("--ray", help="Start Ray here instead, and measure it.")] = False,
 ) -> None:
     """Describe this machine and list its problems, each with a fix.
 
     Examples:
       bagu doctor
       bagu doctor --no-measure --json
+      bagu doctor --ray
     """
+    if ray:
+        from bagu.parallel.server.on_ray import examine
+
+        for line in examine():
+            typer.echo(line)
+        return
     from bagu.machine import doctor as part
 
     raise typer.Exit(part.main(as_json=as_json, measure=measure))

@@ -19,6 +19,7 @@ from bagu.bench.options import (
     ProcessBench,
     RetrieveBench,
     ServeBench,
+    ServerBench,
     TrainBench,
 )
 from bagu.cli.found import check_files, check_model
@@ -54,6 +55,21 @@ def bench_parallel(given: ParallelBench) -> None:
     """
     wait_briefly()  # must run before torch is imported
     from bagu.bench.parallel import main
+
+    raise typer.Exit(main(given))
+
+
+@bench.command("parameter-server")
+@takes(ServerBench)
+def bench_parameter_server(given: ServerBench) -> None:
+    """Measure a step on parameter servers beside data parallelism, or record what kills of servers do.
+
+    Examples:
+      bagu bench parameter-server
+      bagu bench parameter-server --kills 100
+    """
+    wait_briefly()  # must run before torch is imported
+    from bagu.bench.parameter_server import main
 
     raise typer.Exit(main(given))
 

@@ -77,6 +77,10 @@ class Compressor:
         self.method: Method = method
         self.residual: dict[int, np.ndarray] = {}  # by range
 
+    def decoded(self, number: int, values: np.ndarray) -> np.ndarray:
+        """What arrives of range `number`."""
+        return decode(self.method, self.encode(number, values), len(values), values.dtype)
+
     def encode(self, number: int, values: np.ndarray) -> np.ndarray:
         """The bytes of range `number`."""
         if self.method == "none":

@@ -40,6 +40,7 @@ def start_here(place: Place, command: Sequence[str]) -> Process:
 COMMANDS = {
     "manager": [sys.executable, "-m", "bagu.parallel.server"],
     "server": [sys.executable, "-m", "bagu.train.served"],
+    "plain server": [sys.executable, "-m", "bagu.parallel.server"],  # without torch
 }
 
 

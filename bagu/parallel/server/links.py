@@ -29,6 +29,7 @@ class Link:
         self.connection, self.on_message, self.on_end = connection, on_message, on_end
         self.peer: tuple[str, int] = ("", -1)  # set by the one who knows: ("worker", 1)
         self.bytes_sent = self.bytes_received = 0
+        self.ended = False
         self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         for target in (self._read, self._write):
             threading.Thread(target=target, daemon=True).start()
@@ -67,6 +68,7 @@ class Link:
         finally:
             self.close()
             self.connection.close()
+            self.ended = True
             self.on_end(self)
 
     def _receive(self, size: int) -> np.ndarray:

@@ -22,7 +22,7 @@ TRIES = 3
 def import_ray() -> Any:
     """The module; raises a sentence that says how to get it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # leave CUDA_VISIBLE_DEVICES to bagu
     try:
         import ray
     except ImportError as error:
@@ -42,6 +42,7 @@ def start_ray(address: str) -> Any:
     here = address == "local"
     if here:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token into the home folder
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: on a busy machine servers would starve
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if here:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": 100 << 20, "num_cpus": 64}
@@ -60,6 +61,30 @@ def start_ray(address: str) -> Any:
                 ) from error
             time.sleep(1 + attempt)
     raise AssertionError
+
+
+def examine(address: str = "local") -> list[str]:
+    """Whether Ray can be started here, how long that takes, what a call costs, where its object store is."""
+    begun = time.monotonic()
+    ray = start_ray(address)
+    try:
+        lines = [f"Ray {ray.__version__} at {address!r}: started in {time.monotonic() - begun:.1f} s"]
+        begun = time.monotonic()
+        actor = ray.remote(num_cpus=0)(Host).remote()
+        ray.get(actor.poll.remote())
+        lines.append(f"an actor: there after {time.monotonic() - begun:.1f} s")
+        begun = time.monotonic()
+        for _ in range(100):
+            ray.get(actor.poll.remote())
+        lines.append(f"a call: {10 * (time.monotonic() - begun):.2f} ms")
+        store = ray.cluster_resources().get("object_store_memory", 0)
+        free = os.statvfs("/dev/shm")
+        lines.append(
+            f"object store: {store / 1e6:.0f} MB; /dev/shm has {free.f_bavail * free.f_frsize / 1e6:.0f} MB free"
+        )
+        return lines
+    finally:
+        ray.shutdown()
 
 
 class Host:

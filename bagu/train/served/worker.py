@@ -8,6 +8,7 @@ Each decision carries the state of the run besides the weights, so a worker that
 servers: it redoes its part of the step that the others wait for.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +208,12 @@ class Served:
         if not more:
             self._read(state)
         self._age = pushed.age
-        self.client.clock = {"step": state.step, "age": pushed.age, "waited_s": round(self.client.waited_s, 3)}
+        self.client.clock = {
+            "pid": os.getpid(),
+            "step": state.step,
+            "age": pushed.age,
+            "waited_s": round(self.client.waited_s, 3),
+        }
         return StepResult(loss=loss, metrics=metrics, grad_norm=norm, lr=lr, totals=pushed.totals, skipped=skipped)
 
     def _local_step(self, state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:

@@ -1,0 +1,113 @@
+"""Real processes: kills of servers, of a worker and of the manager, and the command of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bagu.bench.server_kills import record
+from bagu.cli import main
+from bagu.errors import BaguError
+from bagu.recipes.command import train_main
+from bagu.recipes.verbs import TrainOptions
+
+
+@pytest.mark.parametrize(("how", "times"), [("kill", 4), ("pair", 2), ("manager", 1)])
+def test_kills_lose_and_double_nothing(how: str, times: int) -> None:
+    found = record(times, how=how, seed=3)
+    assert found.wrong == 0 and found.kills == times and found.updates > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "times"), [("kill", 100), ("pair", 50), ("stop", 3), ("manager", 10)])
+def test_the_record_of_kills(how: str, times: int) -> None:
+    found = record(times, how=how)
+    assert found.wrong == 0
+    if how == "stop":
+        assert found.longest_s < 2.5
+
+
+SMALL = (
+    "data.context=32", "data.rows=2", "data.micro_batches=2", "model.hidden_size=32", "model.num_layers=1",
+    "model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=16", "model.intermediate_size=32",
+    "tokenizer.vocab_size=300", "train.eval_every=null", "train.sample_every=null", "train.save_every=20",
+    "train.optimizer.kind=adamw", "train.optimizer.lr=0.001", "dtype=fp32",
+)  # fmt: skip
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model/model.safetensors")
+
+
+def closest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, capfd: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{n} is followed by {n + 1}, and twice {n} is {2 * n}." for n in range(1500)))
+    options: dict[str, Any] = {"data": (str(text),), "settings": SMALL}
+    assert train_main(TrainOptions(**options, steps=60, out=tmp_path / "alone")) == 0
+
+    out, struck = tmp_path / "ps", list[str]()
+
+    def strike() -> None:
+        """Kill server 1 and worker 1 when the run is under way."""
+        while not struck or len(struck) < 2:
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+                status = json.loads((out / "servers.json").read_text())
+                servers, workers = dict(status["servers"]), dict(status["workers"])
+                if workers.get(1, {}).get("step", 0) > 5:
+                    for name, pid in (("server", servers[1]["pid"]), ("worker", workers[1]["pid"])):
+                        os.kill(pid, signal.SIGKILL)
+                        struck.append(name)
+            time.sleep(0.05)
+
+    threading.Thread(target=strike, daemon=True).start()
+    assert train_main(TrainOptions(**options, steps=60, out=out, servers=3, workers=2)) == 0
+    said = capfd.readouterr().err
+    assert struck == ["server", "worker"]
+    assert "server 1 has died: started again" in said and "worker 1 has died: started again" in said
+    assert closest(weights(tmp_path / "alone"), weights(out)) < 1e-4
+
+    main_status(["watch", str(out), "--once"])
+    assert "range 2: server" in capfd.readouterr().out
+    assert "Age of the weights" in (out / "report.html").read_text()
+    more = {"steps": 70, "resume": True}
+    assert train_main(TrainOptions(out=tmp_path / "alone", **more)) == 0
+    assert train_main(TrainOptions(out=out, servers=1, workers=1, **more)) == 0
+    assert closest(weights(tmp_path / "alone"), weights(out)) < 1e-4
+
+
+def main_status(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"servers": 2, "nproc": 2}, "--servers and --nproc"),
+        ({"delay": 2}, "without --servers"),
+        ({"servers": 2, "delay": 99}, "delay is 99"),
+        ({"servers": 2, "compress": "zip"}, "no compression 'zip'"),
+        ({"servers": 2, "settings": ("train.optimizer.kind=muon",)}, "whole matrices"),
+        ({"servers": 2, "recipe": "grpo", "start": "x"}, "one engine"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(more: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(BaguError, match=words):
+        train_main(TrainOptions(**{"out": tmp_path / "run", **more}))
