@@ -10,7 +10,7 @@ from bagu.eval.tasks.complete import complete
 from bagu.eval.tasks.compose import COMPOSE, LONG, compose
 from bagu.eval.tasks.continue4 import continue4
 from bagu.eval.tasks.library import library_loss
-from bagu.eval.tasks.recall import recall
+from bagu.eval.tasks.recall import LENGTHS, recall, recall_free
 from bagu.eval.tasks.safety import safety
 from bagu.eval.tasks.signature import signature
 from bagu.eval.tasks.write import write
@@ -26,6 +26,7 @@ TASKS: dict[str, Callable[[int], Task]] = {  # each takes the model's longest se
     COMPOSE: compose,
     LONG: lambda max_len: compose(max_len, LONG),
     "recall": recall,
+    **{name: recall_free(name) for name in LENGTHS},
     "safety": lambda max_len: safety(),
 }
 
