@@ -17,10 +17,10 @@ from bagu.eval.files import read_task
 from bagu.eval.grades import exact_match, first_code, program_grade
 from bagu.eval.task import Item, Task, TaskError, checked_items
 from bagu.eval.tasks import TASKS, built_in
-from bagu.eval.tasks.recall import LENGTHS
 from bagu.eval.tasks.complete import complete, cut_to_function
 from bagu.eval.tasks.continue4 import continue4
 from bagu.eval.tasks.library import HELD_SHARE, SEED, held_out_modules
+from bagu.eval.tasks.recall import LENGTHS
 from bagu.eval.tasks.signature import signature
 from bagu.recipes.catalogue import recipe
 
