@@ -123,6 +123,8 @@ class Gains:
     gains: dict[str, list[float]]
     files: list[str]
     pairs: int = 0
+    steps: int = 0
+    parameters: int = 0
     train_cpu_s: float = 0.0
 
 
@@ -147,7 +149,9 @@ def docstring_gains(
         table = _table(*train_table(pairs, config))
         dense = vectors.normalized(table.embed([f.answer for f in functions]))
         gains: dict[str, list[float]] = {"words": [], "vectors": [], "by_rank": [], "hybrid": []}
-        found = replace(found, gains=gains, pairs=len(pairs), train_cpu_s=time.process_time() - began)
+        size = table.passages.size + table.queries.size
+        seconds = time.process_time() - began
+        found = replace(found, gains=gains, pairs=len(pairs), steps=config.steps, parameters=size, train_cpu_s=seconds)
     everyone, alive = np.arange(len(functions)), np.ones(len(functions), dtype=bool)
     for i in asked:
         query = first_sentence(functions[i].docstring)

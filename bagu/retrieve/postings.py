@@ -57,12 +57,12 @@ def counted(passages: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray, 
     pairs, times = np.unique(owner * max(len(runs), 1) + flat, return_counts=True)
     owner, run = np.divmod(pairs, max(len(runs), 1))
     names: dict[str, int] = defaultdict(count().__next__)
-    of_run = [[names[term] for term in word_terms(word)] for word in runs]
-    sizes = np.fromiter(map(len, of_run), np.int64, len(of_run))
+    of_runs = np.fromiter(map(names.__getitem__, chain.from_iterable(map(word_terms, runs))), np.int64)
+    sizes = np.fromiter(map(len, map(word_terms, runs)), np.int64, len(runs))
     each = sizes[run]  # terms of each pair
     starts = (np.cumsum(sizes) - sizes)[run]
     at = np.arange(each.sum()) + np.repeat(starts - (np.cumsum(each) - each), each)
-    term = np.fromiter(chain.from_iterable(of_run), np.int64)[at]
+    term = of_runs[at]
     keys = (term * len(passages) + np.repeat(owner, each)) << COUNT_BITS
     keys = np.sort(keys | np.minimum(np.repeat(times, each), 2**COUNT_BITS - 1))
     pairs = keys >> COUNT_BITS
@@ -85,14 +85,15 @@ def remove(db: sqlite3.Connection, first: int, size: int) -> None:
 
 
 def _merge(db: sqlite3.Connection) -> None:
-    """Keep at most MAX_SEGMENTS: join the last ones, from the first that is no larger than all after it together."""
+    """Keep at most MAX_SEGMENTS: join the last ones, up to one that is over twice as large as all after it together."""
     rows = db.execute("SELECT id, count FROM segments ORDER BY first").fetchall()
     if len(rows) <= MAX_SEGMENTS:
         return
-    after, begin = 0, len(rows) - 2
-    for at in range(len(rows) - 1, -1, -1):
-        if rows[at][1] <= 2 * after:
-            begin = min(begin, at)
+    after, begin = rows[-1][1], len(rows) - 2
+    for at in range(len(rows) - 2, -1, -1):
+        if rows[at][1] > 2 * after:  # a large one is left alone, so that an added file costs the small ones
+            break
+        begin = at
         after += rows[at][1]
     old = [id for id, _ in rows[begin:]]
     marks = ",".join(map(str, old))

@@ -6,7 +6,7 @@ the other characters plus each Chinese, Japanese or Korean one: an index has no 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,7 +58,7 @@ def split(text: str, kind: str = "text", chunking: Chunking | None = None) -> li
     found: list[Span] = []
     line, counted, at, title = 1, 0, 0, ""
     for start, end in _overlapping(
-        text, list(_pieces(text, 0, len(text), boundaries, chunking.size)), chunking.overlap
+        text, list(_pieces(text, 0, len(text), boundaries, chunking.size, _weights(text))), chunking.overlap
     ):
         piece = text[start:end]
         start, end = start + len(piece) - len(piece.lstrip()), end - len(piece) + len(piece.rstrip())
@@ -85,10 +85,16 @@ def _eighths(text: str) -> int:
     return 2 * len(text) + 3 * more
 
 
+def _weights(text: str) -> Callable[[int, int], int]:
+    """`_eighths` of text[a:b] by a and b; in ASCII it is arithmetic."""
+    return (lambda a, b: 2 * (b - a)) if text.isascii() else lambda a, b: _eighths(text[a:b])
+
+
 def _pieces(
-    text: str, start: int, end: int, boundaries: tuple[re.Pattern[str], ...], size: int
-) -> Iterator[tuple[int, int]]:
-    if tokens(text[start:end]) <= size:
+    text: str, start: int, end: int, boundaries: tuple[re.Pattern[str], ...], size: int,
+    weight_of: Callable[[int, int], int],
+) -> Iterator[tuple[int, int]]:  # fmt: skip
+    if weight_of(start, end) // 8 <= size:
         yield start, end
         return
     if not boundaries:  # a long run without any boundary, such as base64: cut by length
@@ -98,12 +104,12 @@ def _pieces(
     cuts = [start, *(m.end() for m in boundaries[0].finditer(text, start, end) if start < m.end() < end), end]
     begin, weight = start, 0
     for a, b in pairwise(cuts):  # join neighbours while they fit; what is too long alone is cut at the next boundary
-        more = _eighths(text[a:b])
+        more = weight_of(a, b)
         if begin < a and (weight + more) // 8 > size:
             yield begin, a
             begin, weight = a, 0
         if more // 8 > size:
-            yield from _pieces(text, a, b, boundaries[1:], size)
+            yield from _pieces(text, a, b, boundaries[1:], size, weight_of)
             begin = b
         else:
             weight += more

@@ -22,7 +22,7 @@ from bagu.retrieve.split import Chunking, Span, split
 from bagu.retrieve.store import File, Store
 from bagu.retrieve.words import runs, word_terms
 
-BATCH = 4 * 2**20  # characters in one transaction; their words take about 60 MB
+BATCH = 8 * 2**20  # characters in one transaction; their words take about 60 MB
 SKIPPED = {"__pycache__", "node_modules"}  # folders; and all that begin with a dot
 
 
@@ -71,10 +71,11 @@ def update(
     use_embedder(store, embedder)
     roots = list(dict.fromkeys(paths))
     seen: set[str] = set()
+    real = _real_paths()
     waiting: list[Prepared] = []
     size = 0
     for name, file in _walk(roots, done):
-        path = os.path.realpath(file)
+        path = real(file)
         if path in seen:
             continue
         seen.add(path)
@@ -228,6 +229,20 @@ def _walk(roots: Sequence[Path], done: Update) -> Iterator[tuple[str, str]]:
                     yield path, path
                 elif not name.startswith("."):
                     done.other_kinds[Path(name).suffix or "no ending"] += 1
+
+
+def _real_paths() -> Callable[[str], str]:
+    """`os.path.realpath` that resolves each folder once: it asks the system for every part of a path."""
+    folders: dict[str, str] = {}
+
+    def real(path: str) -> str:
+        folder, name = os.path.split(path)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        found = Path(folders[folder], name)
+        return os.path.realpath(found) if found.is_symlink() else str(found)
+
+    return real
 
 
 def _is_utf8(path: str) -> bool:

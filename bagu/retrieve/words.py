@@ -33,9 +33,14 @@ def terms(text: str) -> Iterator[str]:
 @lru_cache(maxsize=1 << 18)  # a text repeats its words: 4 times faster, about 60 MB when full
 def word_terms(word: str) -> tuple[str, ...]:
     """The terms of one run of characters."""
-    if IS_CJK.match(word):
+    if word.isascii():
+        if word.islower() and word.isalpha():
+            return (stem(word),)
+        parts = PART.findall(word)
+    elif IS_CJK.match(word):
         return tuple(map("".join, pairwise(word))) or (word,)
-    parts = PART.findall(word) if word.isascii() else [part for part in word.split("_") if part]
+    else:
+        parts = [part for part in word.split("_") if part]
     whole = word.strip("_").lower()
     if len(parts) < 2:
         return (stem(whole),) if whole else ()

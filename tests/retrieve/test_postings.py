@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from collections import Counter
 
+import numpy as np
+
+from bagu.retrieve import postings
 from bagu.retrieve.postings import counted
 from bagu.retrieve.words import runs, terms
 
@@ -26,3 +30,17 @@ def test_counts_are_those_of_a_counter() -> None:
 
 def test_no_passages_and_no_words() -> None:
     assert all(len(part) == 0 for part in counted([[], []]))
+
+
+def test_an_added_file_does_not_rewrite_the_large_segments() -> None:
+    db = sqlite3.connect(":memory:")
+    db.executescript(postings.SCHEMA)
+    at = 0
+    for size in (*[400] * 4, *[1] * 40):
+        postings.write_segment(db, at, [["word"]] * size)
+        at += size
+    sizes = [row[0] for row in db.execute("SELECT count FROM segments ORDER BY first")]
+    assert sizes[:4] == [400] * 4 and sum(sizes) == at and len(sizes) <= postings.MAX_SEGMENTS
+    (data,) = zip(*db.execute("SELECT data FROM postings WHERE term = 'word' ORDER BY segment"), strict=True)
+    ids = [int(id) for blob in data for id in np.frombuffer(blob, "<u4", len(blob) // 5)]
+    assert sorted(ids) == list(range(at))

@@ -28,7 +28,8 @@ def run(setting: Setting) -> Iterator[Row]:
     for name, gains in found.gains.items():
         score, more = estimate(gains, found.files), estimate(list(np.array(gains) - words), found.files)
         yield {
-            "ranking": name, "queries": len(gains), "functions": len(functions), "mrr": score.mean, "low": score.low,
+            "ranking": name, "queries": len(gains), "functions": len(functions), "steps": found.steps,
+            "parameters": found.parameters, "mrr": score.mean, "low": score.low,
             "high": score.high, "more": more.mean, "more_low": more.low, "more_high": more.high,
         }  # fmt: skip
 
