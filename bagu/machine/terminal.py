@@ -21,4 +21,5 @@ def counted(number: int, noun: str) -> str:
 
 class Terminal(Console):
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(OTHER.sub(r"\\[", text), **options)
+        plain = options.get("markup") is False  # then rich shows an escape as it is
+        return super().render_str(text if plain else OTHER.sub(r"\\[", text), **options)

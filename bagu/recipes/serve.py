@@ -142,6 +142,8 @@ def chat_main(options: ChatOptions) -> int:
         )
     generation = read_generation(find_model(model))
     engine = Engine(loaded, tokenizer, EngineConfig(generation=generation))
+    if documents is not None:
+        documents.longest = engine.max_model_len
     name = Path(model).name or model
     chat = EngineChat(engine, encoder.prompt, name=name, max_len=engine.max_model_len, turn_ends=encoder.turn_ends)
     return show(chat, settings={"temperature": TEMPERATURE, **generation.sampling, **settings})

@@ -8,9 +8,8 @@ go on from turn to turn: [3] means the same passage in the whole conversation.
 from dataclasses import dataclass, field
 
 from bagu.retrieve.cite import Citation, citations
-from bagu.retrieve.core import Embedder, Hit, search
-from bagu.retrieve.prompt import with_passages
-from bagu.retrieve.split import tokens
+from bagu.retrieve.core import Embedder, search
+from bagu.retrieve.prompt import fitting, with_passages
 from bagu.retrieve.store import Passage, Store
 
 
@@ -21,20 +20,18 @@ class Conversation:
     store: Store
     embedder: Embedder | None = None
     k: int = 4
-    budget: int = 1024  # estimated tokens of passages per question
+    longest: int = 4096  # tokens of the model's longest sequence
     read: dict[int, Passage] = field(default_factory=dict)
     last: tuple[int, ...] = ()  # numbers of the last question
 
     def ask(self, question: str) -> str:
         """The message to send for a question; the question itself if nothing is found."""
-        chosen: list[Hit] = []
-        for hit in search(self.store, question, self.k, embedder=self.embedder):
-            if not chosen or sum(tokens(h.passage.text) for h in (*chosen, hit)) <= self.budget:
-                chosen.append(hit)
+        hits = search(self.store, question, self.k, embedder=self.embedder)
+        chosen = fitting([hit.passage for hit in hits], self.longest)
         first = len(self.read) + 1
         self.last = tuple(range(first, first + len(chosen)))
-        self.read |= {number: hit.passage for number, hit in zip(self.last, chosen, strict=True)}
-        return with_passages(question, [hit.passage for hit in chosen], first)
+        self.read |= dict(zip(self.last, chosen, strict=True))
+        return with_passages(question, chosen, first)
 
     def check(self, answer: str) -> list[Citation]:
         return citations(answer, self.read)

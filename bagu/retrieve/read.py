@@ -7,6 +7,7 @@ and PDF become text first, and offsets are in that text.
 import html.parser
 import io
 import json
+import logging
 import re
 import stat
 from collections.abc import Callable, Iterator
@@ -159,6 +160,7 @@ def _pdf(data: bytes) -> str:
         import pypdf
     except ImportError as error:
         raise Unreadable("reading PDF needs pypdf: pip install 'bagu[pdf]'") from error
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what is wrong is said once, below
     try:
         pages = [page.extract_text() for page in pypdf.PdfReader(io.BytesIO(data)).pages]
     except Exception as error:  # pypdf raises its own errors, and KeyError, ValueError and others on broken files

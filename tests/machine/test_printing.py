@@ -87,3 +87,10 @@ main()
 def test_a_warning_is_shown_once_in_a_run() -> None:
     done = subprocess.run([sys.executable, "-c", WARNS], capture_output=True, text=True, check=True)
     assert done.stderr == "bagu: warning: no compiler\nbagu: warning: another\n"
+
+
+def test_a_text_without_markup_is_printed_as_it_is() -> None:
+    """The sources of an answer begin with [1]; a backslash stood before it."""
+    terminal = Terminal(file=io.StringIO())
+    terminal.print("[1] docs/a.md [bold]", markup=False)
+    assert terminal.file.getvalue() == "[1] docs/a.md [bold]\n"  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import pytest
 
 from bagu.retrieve.cite import citations, unsupported
 from bagu.retrieve.conversation import Conversation, with_passages
+from bagu.retrieve.prompt import fitting
 from bagu.retrieve.store import Passage, Store
 from bagu.retrieve.update import update
 
@@ -94,3 +95,11 @@ def test_the_next_prompt_begins_with_the_tokens_of_this_one(tmp_path: Path) -> N
             assert not before or same >= 0.95 * len(before)
             messages.append({"role": "assistant", "content": f"It has the number {turn} [{turn}]."})
             before = ids
+
+
+def test_passages_fit_the_model() -> None:
+    long, short = passage(1, "word " * 400), passage(2, "few words")
+    assert fitting([short, long, short], 4096) == [short, long, short]
+    assert fitting([short, long], 300) == [short]
+    (cut,) = fitting([long, short], 300)  # a third of 300 tokens, four letters each
+    assert cut.text == long.text[:400] and cut.file == long.file

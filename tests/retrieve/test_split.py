@@ -77,6 +77,11 @@ def test_terms(text: str, expected: list[str]) -> None:
         ("jsonl", b'{"t": "x"}\n\n{"t": "y"}\n', "t: x\n\nt: y"),
         ("text", b"\xef\xbb\xbfbom\r\nline", "bom\r\nline"),
         ("text", "故乡".encode("utf-16"), "故乡"),
+        (
+            "text",
+            "他是这个地方的人，不是我们来的时候说的那个人。".encode("gb18030"),
+            "他是这个地方的人，不是我们来的时候说的那个人。",
+        ),
     ],
 )
 def test_text_of_other_formats(kind: str, data: bytes, text: str) -> None:

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bagu.retrieve.cite import citations
-from bagu.retrieve.prompt import with_passages
-from bagu.retrieve.split import tokens
+from bagu.retrieve.prompt import fitting, with_passages
 from bagu.serve.http.files_api.bodies import SentSource
 
 if TYPE_CHECKING:  # it imports numpy, which the HTTP process starts without
     from bagu.serve.http.files_api.library import Found
 
 DEFAULT_RESULTS = 4
-SHARE = 3  # passages take at most this part of the model's longest sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +71,7 @@ class Turn:
 
     def message(self, longest: int) -> str:
         """The question with as many passages as fit a model whose longest sequence has this many tokens."""
-        self.sources, size = [], 0
-        for source in self._found:
-            size += tokens(source.text)
-            if self.sources and size > longest // SHARE:
-                break
-            self.sources.append(source)
+        self.sources = fitting(self._found, longest)
         return with_passages(self.question, self.sources, len(self.earlier) + 1)
 
     def cited(self, text: str) -> list[dict[str, Any]]:
