@@ -28,7 +28,8 @@ SHARE = 3  # passages take at most this part of a model's longest sequence
 def fitting(passages: Iterable[T], longest: int) -> list[T]:
     """The first passages that a model whose longest sequence has this many tokens can read beside the question. If not
     even one fits, it is cut."""
-    budget, found = max(longest // SHARE, 1), []
+    budget = max(longest // SHARE, 1)
+    found: list[T] = []
     for passage in passages:
         size = tokens(passage.text)
         if size > budget and not found:
