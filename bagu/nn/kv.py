@@ -81,9 +81,9 @@ class DenseKV:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not config.causal or config.attention == "linear":
-            what = "linear attention" if config.causal else "a bidirectional model"
-            raise CacheError(f"{what} has no KV cache", hint="run the full sequence through forward, without kv")
+        if not config.causal or config.attention != "softmax":
+            what = f"attention = {config.attention!r}" if config.causal else "a bidirectional model"
+            raise CacheError(f"{what} has no dense KV cache", hint="run the full sequence through forward, without kv")
         if not 1 <= max_len <= config.max_len:
             raise CacheError(
                 f"a cache of {max_len} positions for a model of max_len {config.max_len}", hint="use fewer positions"

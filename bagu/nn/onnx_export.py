@@ -84,6 +84,7 @@ def _refuse(model: Transformer) -> None:
             config.experts(i) is not None for i in range(config.num_layers)
         ),
         "linear attention": config.attention == "linear",
+        "attention to chosen blocks": config.attention == "blocks",
         # these may work: nobody has compared their logits with ONNX Runtime's
         "multi-head latent attention": config.mla is not None,
         "a sliding window": any(config.window(i) is not None for i in range(config.num_layers)),

@@ -43,6 +43,7 @@ def check_context_parallel(config: ModelConfig, method: Method, *, cp: int, tp: 
     ring = method == "ring"
     for option, used in (
         ("linear attention", config.attention == "linear"),
+        ("attention to chosen blocks", config.attention == "blocks"),
         ("dropout", config.dropout > 0),  # a rank would draw the mask of its own tokens only
         ("batch norm", config.norm.kind == "batch"),  # its statistics need all tokens
         ("the balance loss of experts", moe is not None and moe.aux_weight is not None),  # likewise
@@ -55,7 +56,9 @@ def check_context_parallel(config: ModelConfig, method: Method, *, cp: int, tp: 
         if used:
             hint = (
                 "use ulysses"
-                if ring and option not in ("linear attention", "dropout", "batch norm", "attention sinks")
+                if ring
+                and option
+                not in ("linear attention", "attention to chosen blocks", "dropout", "batch norm", "attention sinks")
                 else "use cp=1"
             )
             raise ArgumentError(f"{mode} with {option}", hint=hint)

@@ -32,12 +32,14 @@ def with_attention(model: Transformer, config: EngineConfig) -> Transformer:
     own, window = model.config, config.window
     if config.attention is None and window is None:
         return model
+    if own.attention == "linear":
+        raise ArgumentError("engine: attention or window for linear attention", hint="it has no keys to choose from")
     changes: dict[str, Any] = {} if config.attention is None else {"attention": config.attention}
     if window is not None:
-        if own.attention == "linear" or own.mla is not None or config.attention == "blocks":
+        if own.mla is not None or (config.attention or own.attention) == "blocks":
+            what = "MLA" if own.mla is not None else "attention to blocks"
             raise ArgumentError(
-                f"engine: window = {window} for a model with {'MLA' if own.mla else config.attention or own.attention}",
-                hint="use a model with softmax attention",
+                f"engine: window = {window} for a model with {what}", hint="use a model with softmax attention"
             )
         changes["windows"] = tuple(min(own.window(i) or window, window) for i in range(own.num_layers))
     return model.with_attention(replace(own, **changes))

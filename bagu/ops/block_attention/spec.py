@@ -97,6 +97,11 @@ def refuse(args: Mapping[str, Any], dims: Dims) -> None:
             f"block_attention: q has {dims['H']} heads and k has {dims['G']}, expected a multiple",
             hint="each key head serves H / G query heads",
         )
+    if dims["S1"] < 1 + (dims["T"] > 0):
+        raise ArgumentError(
+            f"block_attention: cu_seqlens has {dims['S1']} offsets, and there are {dims['T']} tokens",
+            hint="cu_seqlens has the offset of each segment, then T",
+        )
     if args["size"] < 1 or args["near"] < 0 or args["dense_below"] % args["size"]:
         raise ArgumentError(
             f"block_attention: size = {args['size']}, near = {args['near']}, dense_below = {args['dense_below']}",
@@ -166,7 +171,7 @@ SPEC = OpSpec(
     unsupported=unsupported,
     ulps=4,  # as in attention: fused kernels round the weights to 16 bits before the product with the values
     ulps_of={"dq": 6},
-    nonempty=("D",),
+    nonempty=("D", "K"),
     independent=("G",),
     wide_loads=False,  # rows are gathered
     cases=[*CASES, *BENCH],

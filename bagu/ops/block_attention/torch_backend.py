@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from bagu.ops.attention.shape import index, segment_of
 from bagu.ops.block_attention.spec import Args
 from bagu.ops.contract.signature import accumulator
 
@@ -15,15 +16,19 @@ def _scores(a: Args, own: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """The masked scores [H, i, T] of the queries `own`, and keys and values for each head."""
     T, H, G = a.q.shape[0], a.q.shape[1], a.k.shape[1]
     dtype = accumulator(a.q.dtype)
-    t = torch.arange(T, device=a.q.device)
-    segment = torch.searchsorted(a.cu_seqlens[1:].contiguous(), t, right=True)
-    place = t - a.cu_seqlens[segment.clamp(max=len(a.cu_seqlens) - 1)]
-    k, v = (x.to(dtype).repeat_interleave(H // G, 1) for x in (a.k, a.v))
+    t, segment = index(T, a.cu_seqlens), segment_of(a.cu_seqlens, T)
+    place = t - a.cu_seqlens.long().gather(0, segment)
+    k, v = (_for_heads(x.to(dtype), H // G) for x in (a.k, a.v))
     chosen = (a.blocks[own].unsqueeze(2) == (place // a.size).view(1, 1, -1, 1)).any(-1)  # [i, G, T]
     seen = chosen & ((segment[own].unsqueeze(1) == segment) & (t[own].unsqueeze(1) >= t)).unsqueeze(1)
     scale = a.q.shape[-1] ** -0.5 if a.scale is None else a.scale
     scores = torch.einsum("ihd,jhd->hij", a.q[own].to(dtype), k) * scale
-    return scores.masked_fill(~seen.repeat_interleave(H // G, 1).transpose(0, 1), -torch.inf), k, v
+    return scores.masked_fill(~_for_heads(seen, H // G).transpose(0, 1), -torch.inf), k, v
+
+
+def _for_heads(x: torch.Tensor, per_group: int) -> torch.Tensor:
+    """x[·, G, ·] with every key head repeated for its query heads."""
+    return x.unsqueeze(2).expand(-1, -1, per_group, -1).flatten(1, 2)
 
 
 def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
