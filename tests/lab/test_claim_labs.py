@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from bagu.lab.core import Row
 from bagu.lab.model import embedding_terms
-from bagu.lab.parallel import ps_or_ring, ring_scaling, staleness
+from bagu.lab.parallel import bounded_delay, ps_or_ring, ring_scaling, staleness
 from tests.lab.test_micro_labs import rows_of
 
 
@@ -42,6 +44,17 @@ def links(ring: float, one: float, many: float) -> list[Row]:
     return [{"way": w, "workers": n, "busiest_share": v} for w, g in grown.items() for n, v in ((2, 1.0), (64, g))]
 
 
+def waits(left: float) -> list[Row]:
+    columns = "steps workers delay idle_percent speed"
+    return rows_of(columns, ("jitter", 4, 0, 60.0, 1.0), ("jitter", 4, 8, left, 1.5))
+
+
+def excess(kept: float, dropped: float) -> list[Row]:
+    columns = "method feedback name seed bytes_share excess_loss"
+    cases = [(m, f, m, 0, 0.25, kept if f else dropped) for m in ("int8", "topk") for f in (True, False)]
+    return rows_of(columns, *cases)
+
+
 def layers(stream: float, change: float) -> list[Row]:
     return rows_of("depth layer stream change", (8, 2, 1.0, 1.0), (8, 8, stream, change))
 
@@ -71,6 +84,8 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
         rows_of("delay seed lr steps", (0, 0, 0.1, 10), (4, 0, 0.1, 10)),
         rows_of("delay seed lr steps", (0, 0, 0.1, 10), (4, 0, 0.1, None), (4, 0, 0.01, 40)),
     ),
+    "bounded_delay": (waits(5.0), waits(60.0)),
+    "compression_feedback": (excess(1e-4, 0.1), excess(0.1, 0.1)),
     "ps_or_ring": (links(1.9, 32.0, 32.0), links(32.0, 1.0, 1.0)),
     "fused_epilogue": (
         rows_of("n k most_gain", (4096, 64, 2.1)),
@@ -100,3 +115,11 @@ def test_a_delay_that_diverges_is_said() -> None:
     verdict = staleness.verdict(PLANTED["staleness"][1])
     assert "4 steps old does not arrive" in verdict.sentence_en and "×4.00" in verdict.sentence_en
     assert "延迟 4 步 达不到" in verdict.sentence_zh
+
+
+def test_a_delay_hides_jitter_and_not_a_slow_worker() -> None:
+    jitter, slow = bounded_delay.STEPS["jitter"], bounded_delay.STEPS["one slow worker"]
+    (idle, rate), (less, faster) = (bounded_delay.waited(4, 300, d, jitter, random.Random(0)) for d in (0, 8))
+    assert idle > 0.3 and less < 0.1 and faster > 1.4 * rate
+    (idle, rate), (less, faster) = (bounded_delay.waited(4, 300, d, slow, random.Random(0)) for d in (0, 8))
+    assert less > 0.3 and faster < 1.1 * rate

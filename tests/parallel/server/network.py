@@ -87,6 +87,7 @@ class Cluster:
         self.workers = [Worker(w, workers, servers, updates, delay) for w in range(workers)]
         self.manager, self.count = Manager(servers), servers
         self.asleep: set[int] = set()
+        self.bytes: dict[str, int] = {}  # of payloads, by kind
         self.flight: list[tuple[Address, Address, Message]] = []  # from, to, what
         for slot in self.servers:
             self.manager.join(slot, 1, ("", 0), 0, {}, 0.0)
@@ -94,7 +95,9 @@ class Cluster:
         self.publish()
 
     def send(self, sender: Address, out: list[Out]) -> None:
-        self.flight += [(sender, to, m) for to, m in as_sent(out)]
+        for to, m in as_sent(out):
+            self.flight.append((sender, to, m))
+            self.bytes[m.kind] = self.bytes.get(m.kind, 0) + len(m.data)
 
     def publish(self) -> None:
         """Heartbeats, then the map to all."""

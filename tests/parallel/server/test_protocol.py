@@ -231,3 +231,16 @@ def test_a_silent_server_is_taken_for_dead_and_an_older_process_is_turned_away()
     assert later is not None and later.births == {0: 5, 1: 5}
     assert not manager.join(1, 4, ("", 1), 0, {}, 1.5)
     assert len(ranges_of(SEGMENTS, 3)) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_bytes_are_those_of_the_formula_and_copies_cost_1_over_w(workers: int) -> None:
+    cluster = Cluster(servers=4, workers=workers, updates=5)
+    finish(cluster, 5)
+    size = 8 * SIZE
+    assert cluster.bytes["push"] == 5 * workers * size
+    assert cluster.bytes["copy"] == 5 * 2 * size  # of sums, whatever the number of workers
+    first = workers * size  # what every worker reads before its first step
+    assert cluster.bytes["values"] == 5 * workers * size + first
+    with_copies = cluster.bytes["push"] + cluster.bytes["values"] - first + cluster.bytes["copy"]
+    assert with_copies / (with_copies - cluster.bytes["copy"]) == 1 + 1 / workers

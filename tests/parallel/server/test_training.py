@@ -18,6 +18,7 @@ import tiny
 from tiny import Case
 
 from bagu.errors import BaguError
+from bagu.parallel.server.client import Client
 from bagu.parallel.server.compress import Compressor, encoded_bytes
 from bagu.parallel.server.place import Place, new_group
 from bagu.parallel.server.processes import ManagerProcess, ServerProcess
@@ -137,6 +138,21 @@ def test_a_delay_is_bounded_and_recorded(local: Any) -> None:
     assert max(ages) <= 2
     (_, first, _, _), (_, second, _, _) = found.values()
     assert all(torch.equal(first[name], second[name]) for name in first)  # both read the last version
+
+
+def test_another_reader_pulls_weights_of_a_bounded_age(local: Any) -> None:
+    """As a rollout engine does: by the same client, without pushing."""
+    group = local(3)
+    found = run(Case(name="", steps=5, micro_batches=2), group, ServedConfig(servers=3, workers=1))
+    state = found[0][3]
+    segments = [(segment.start, segment.stop) for segment in state.flat.segments]
+    place = group.place
+    engine = Client(0, segments, 3, np.dtype(np.float64), place.manager, place.token, who="engine")
+    engine.wait_for_map()
+    engine.newest(at_least=4)
+    flat = np.zeros(len(state.flat.master))
+    assert engine.read(flat) == 5 and np.array_equal(flat, state.flat.master.numpy())
+    engine.close()
 
 
 def test_local_steps_exchange_rarely_and_workers_end_equal(local: Any) -> None:
