@@ -27,7 +27,7 @@ def score_kernel(
     size, columns, q_stride, q_head_stride, mean_stride, mean_head_stride, table_stride,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    tile, g, at = tl.program_id(0), tl.program_id(1), tl.program_id(2) * N
+    tile, g, at = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * N
     s = sequence_of(cu_ptr, tile, sequences, M)
     begin, stop = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
     token = begin + (tile - (begin // M + s)) * M + tl.arange(0, M)
