@@ -40,16 +40,19 @@ def stripped(text: str) -> tuple[str, dict[int, int]]:
     kept = [at for at in range(1, len(lines) + 1) if at not in gone]
     starts = np.cumsum([0, *(len(lines[at - 1]) + 1 for at in kept)])
     offsets = dict(zip(kept, starts.tolist(), strict=False))
-    return "\n".join(lines[at - 1] for at in kept), {n.lineno: offsets[n.lineno] for n in nodes if n.lineno in offsets}
+    begins = {n.lineno: offsets[n.lineno] + n.col_offset for n in nodes if n.lineno in offsets}
+    return "\n".join(lines[at - 1] for at in kept), begins
 
 
-def found_shares(modules: Sequence[tuple[str, list[Function]]], size: int, overlap: int, count: int) -> list[Row]:
+Module = tuple[str, dict[int, int], list[Function]]  # without docstrings, where functions begin, those with a docstring
+
+
+def found_shares(modules: Sequence[Module], size: int, overlap: int, count: int) -> list[Row]:
     """For each of `count` queries whether it was found, and its file."""
     passages: list[list[str]] = []
     places: list[tuple[int, int, int, int]] = []  # module, start, end, tokens
     asked: list[tuple[str, int, int]] = []
-    for number_of, (text, documented) in enumerate(modules):
-        plain, starts = stripped(text)
+    for number_of, (plain, starts, documented) in enumerate(modules):
         for span in split(plain, "python", Chunking(size=size, overlap=overlap)):
             piece = plain[span.start : span.end]
             passages.append(runs(piece))
@@ -75,7 +78,7 @@ def found_shares(modules: Sequence[tuple[str, list[Function]]], size: int, overl
 
 def run(setting: Setting) -> Iterator[Row]:
     documents = list(StdlibSource().documents())[: 30 if setting.quick else None]
-    modules = [(d.text, list(documented_functions([d], max_bytes=1 << 20))) for d in documents]
+    modules = [(*stripped(d.text), list(documented_functions([d], max_bytes=1 << 20))) for d in documents]
     base: dict[int, list[float]] = {}
     for size, part in setting.track(list(product(SIZES, (0, OVERLAP)))):
         overlap = size // part if part else 0
