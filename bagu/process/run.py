@@ -107,7 +107,10 @@ def fit_process(
 ) -> Process:
     """Fit every target that is the goal or that a limit names."""
     if table.rows > 10 and not schema.of("setting"):
-        raise BaguError("no column is a setting", hint="give the columns that you choose the role setting")
+        raise BaguError(
+            "no column is a setting",
+            hint="give those that you choose the role setting: in the TOML file of `bagu process look`, or on the page",
+        )
     wanted = [schema.target.name]
     parsed = parse_limits(schema.limits, schema)
     wanted += [
@@ -156,8 +159,11 @@ def create(data: bytes, schema: Schema, out: Path, *, models: Sequence[str] = MO
     }  # fmt: skip
     if is_process_run(out):
         before = json.loads((out / "process.json").read_text(encoding="utf-8"))
-        if before["asked"] != asked:
+        if before["asked"] != asked and before["done"]:
             raise BaguError(f"{out} holds a run of other data or roles", hint="give another folder with --out")
+        if before["asked"] != asked:  # never finished: its models are of other rows
+            for file in (out / "models").glob("*"):
+                file.unlink()
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BaguError(f"{out} is not an empty folder", hint="give a new folder with --out")
     table = parse_table(data, "the data")

@@ -1,6 +1,7 @@
 """Recommendations against the truth of the plants, and refusals with their reasons."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,9 @@ def test_a_killed_fit_resumes_to_the_same_bits(tmp_path: Path) -> None:
     killed.wait()
     with pytest.raises(BaguError, match="not finished"):
         open_run(tmp_path / "killed")
+    shutil.copytree(tmp_path / "killed", tmp_path / "other")
+    create(csv_text(history(PLANTS["coating"], 60, 3).table).encode(), schema, tmp_path / "other", models=())
+    assert open_run(tmp_path / "other").table.rows == 60  # an unfinished run of other data is begun again
     for name in ("killed", "whole"):
         create(data.read_bytes(), schema, tmp_path / name, models=("mlp",), minutes=5)
     given = context_row(PLANTS["coating"], past.c[0])
