@@ -80,6 +80,7 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
     with prepared(models[0], gloo, CPU), prepared(models[1], mine, CPU):
         worker.begin(states[1])
         worker.stop = 10_000
+        worker.row()  # what was read before the first step is not part of a step
         for number in range(rounds + 1):
             for name in (ALONE, MESH):
                 dist.barrier()
@@ -90,8 +91,9 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
                     worker.step(states[1], lambda: batches)
                 if number:  # the first is a warm-up
                     times[name].append(time.perf_counter() - begun)
-    session = worker.client.session
-    times |= {"parameters": len(states[1].flat.master), "bytes": (session.sent + session.received) // (rounds + 1)}
+    row = worker.row()
+    moved = int((row["pushed_bytes"] or 0) + (row["pulled_bytes"] or 0))
+    times |= {"parameters": len(states[1].flat.master), "bytes": moved // (rounds + 1)}
     worker.close()
     return times
 

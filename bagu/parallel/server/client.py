@@ -17,7 +17,8 @@ from bagu.parallel.server.session import ServersFailed, Session
 from bagu.parallel.server.store import Total
 from bagu.parallel.server.wire import Message
 
-AGAIN_S = 0.5  # open requests are sent again; after a death they are at once, with the new map
+AGAIN_S = 10.0  # open requests are sent again; after a death they are at once, with the new map
+LOST_S = 0.3  # after a link has ended, if no new map comes
 
 
 class Client:
@@ -36,6 +37,7 @@ class Client:
         self._links: dict[int, Link] = {}
         self._manager: Link | None = None
         self._empty_since: float | None = None
+        self._lost_at: float | None = None  # when a message could not be sent, or a link ended
         self.waited_s = 0.0
         self.clock: Mapping[str, Any] = {}  # told to the manager, for those who watch
         self._ended = threading.Event()
@@ -123,8 +125,9 @@ class Client:
             while not ready():
                 self._check()
                 self._changed.wait(0.05)
-                if time.monotonic() - again > AGAIN_S:
-                    again = time.monotonic()
+                now = time.monotonic()
+                if now - again > AGAIN_S or (self._lost_at is not None and now - self._lost_at > LOST_S):
+                    again, self._lost_at = now, None
                     self._send(self.session.again())
         self.waited_s += time.monotonic() - begun
 
@@ -144,6 +147,8 @@ class Client:
             link = self._link(to[1])
             if link is not None:
                 link.send(m)
+            else:
+                self._lost_at = time.monotonic()
 
     def _link(self, slot: int) -> Link | None:
         if slot not in self._links and (address := self.session.map.addresses.get(slot)) is not None:
@@ -158,6 +163,7 @@ class Client:
         with self._changed:
             if self._links.get(link.peer[1]) is link:
                 del self._links[link.peer[1]]
+                self._lost_at = time.monotonic()
 
     def _message(self, link: Link, m: Message) -> None:
         with self._changed:

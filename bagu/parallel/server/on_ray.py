@@ -1,7 +1,8 @@
 """The processes of a run on a Ray cluster: Ray places them and says when one has died; values travel by bagu's sockets.
 
-Every process of the group is one actor. Servers and the manager run inside of it; a worker is a child process of its
-actor, because a run handles signals in its main thread. Actors are not restarted by Ray: one that it restarts has lost
+Every server is one actor. A worker is a child process of its actor, because a run handles signals in its main thread.
+The manager and worker 0 run where the command was given: worker 0 writes the folder of the run and shows its progress.
+Actors are not restarted by Ray: one that it restarts has lost
 its state and answers, and the group starts its own. Ray is imported only here.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
+from bagu.parallel.server.group import Process, start_here
 from bagu.parallel.server.place import Place
 
 TRIES = 3
@@ -101,15 +103,11 @@ class Host:
     def start(self, place: Place, command: Sequence[str], cwd: str) -> int:
         """Begin; returns the process id."""
         os.chdir(cwd)
-        if place.role == "manager":
-            from bagu.parallel.server.__main__ import manage
-
-            self.process: object = manage(place)
-        elif place.role == "server":
+        if place.role == "server":
             import importlib
 
             # the update rules are in a part above this one
-            self.process = importlib.import_module("bagu.train.served.__main__").serve(place)
+            self.process: object = importlib.import_module("bagu.train.served.__main__").serve(place)
         else:
             environ = {**os.environ, **place.environ()}
             self._child = subprocess.Popen(list(command), env=environ)
@@ -136,7 +134,9 @@ class OnRay:
     def node(self) -> str:
         return "127.0.0.1" if self.local else str(self.ray.util.get_node_ip_address())
 
-    def __call__(self, place: Place, command: Sequence[str]) -> "Actor":
+    def __call__(self, place: Place, command: Sequence[str]) -> Process:
+        if place.role == "manager" or (place.role == "worker" and place.number == 0):
+            return start_here(place, command)
         actor = self._host.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}).remote()
         if not self.local and place.role == "server":
             place = replace(place, host=self.ray.get(actor.address.remote()))

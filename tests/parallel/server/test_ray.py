@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from bagu.errors import BaguError
 from bagu.parallel.server import on_ray
 from bagu.parallel.server.client import Client
+from bagu.parallel.server.group import COMMANDS
 from bagu.parallel.server.place import new_group
 
 
@@ -22,8 +24,8 @@ def test_a_server_actor_is_killed_and_its_values_stay() -> None:
     start = on_ray.OnRay("local")
     try:
         place = new_group(3)
-        manager = start(place, [])
-        servers = [start(replace(place, role="server", number=n), []) for n in range(3)]
+        manager = start(place, COMMANDS["manager"])
+        servers: list[Any] = [start(replace(place, role="server", number=n), []) for n in range(3)]
         rule = {
             "kind": "sgd",
             "lr": 1.0,
@@ -48,6 +50,7 @@ def test_a_server_actor_is_killed_and_its_values_stay() -> None:
             time.sleep(0.01)
         assert servers[1].poll() == -9 and servers[0].poll() is None and manager.poll() is None
         client.close()
+        manager.kill()
     finally:
         start.ray.shutdown()
 
