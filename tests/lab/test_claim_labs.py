@@ -70,10 +70,16 @@ def aids(printed: bool) -> list[Row]:
     return rows_of("name debug happened", *cases)
 
 
+def temperatures(largest: float, spread: float) -> list[Row]:
+    columns, warm, hard = "tau way bias spread largest", (1.0, "soft", 0.2, 1.0, 0.7), (1.0, "hard", 0.3, 2.0, 1.0)
+    return rows_of(columns, (0.1, "soft", 0.2, spread, largest), warm, hard)
+
+
 # for each lab, rows for which the claim holds, and rows for which it does not
 PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     "ring_scaling": (ring_rows(1e-9), [row | {"sent_bytes": 1e9} for row in ring_rows(5000.0)]),
     "embedding_terms": (terms(0.01), terms(0.3)),
+    "grouping_block": (temperatures(0.99, 1.1), temperatures(0.7, 6.0)),
     "deep_prenorm": (layers(1.1, 0.9), layers(9.0, 0.1)),
     "module_or_function": (
         rows_of("name same_bits same_node module_us function_us", ("softmax", False, True, 5.0, 3.0)),

@@ -15,6 +15,7 @@ from bagu.data.pictures.glyphs import SANS, UNSEEN, Language, in_style, masks
 from bagu.data.pictures.paint import painted
 from bagu.data.pictures.read import encode_png
 from bagu.data.pictures.scenes import DESCRIBE, draw_scenes, paint_scenes
+from bagu.machine.terminal import counted
 from bagu.nn.vision.group import GroupViT
 from bagu.nn.vision.towers import TwoTowers
 from bagu.nn.vision.vlm import VLM
@@ -88,7 +89,7 @@ def segment_maps(seeing: Seeing, *, seed: int = 22) -> str:
     items = []
     for scene, image, groups, colour in zip(scenes, pixels, maps, coloured, strict=True):
         items.append((image, text(scene.caption("en"))))
-        items.append((colour, f"{len(groups.unique())} groups"))
+        items.append((colour, counted(len(groups.unique()), "group")))
     return tiles(items)
 
 
