@@ -99,7 +99,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runnable() -> list[Any]:
     """The labs that run on this machine."""
     names = [name for name in catalogue.names() if torch.cuda.is_available() or not catalogue.load(name).needs_gpu]
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else [], id=name) for name in names]
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LONG or name in SECONDS else [], id=name)
+        for name in names
+    ]
 
 
 def check_pair(name: str, en: str, zh: str) -> None:
@@ -114,15 +117,13 @@ def test_without_names_every_runnable_lab_leaves_a_result(out: Path) -> None:
 
 
 # a quick run of these takes 3 s or more
-LONG = {
+SECONDS = {
     "autotuning", "feature_scaling", "flash_attention", "kl_estimators", "memory_by_formula", "numpy_lists", "paging",
     "prefix_cache", "prenorm_postnorm", "reward_hacking", "rollout_parity", "speculation", "triton_debug",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in runnable()]
-)
+@pytest.mark.parametrize("name", runnable())
 def test_a_lab_runs_and_decides(tmp_path: Path, name: str) -> None:
     run_quick([name], tmp_path)
     folder = tmp_path / this_machine().name / name
