@@ -26,7 +26,7 @@ def launches(num_layers: int, cache: torch.dtype) -> list[str]:
     kv = PagedKV(config, 64, 16, device=meta, dtype=cache)
     ids, positions, slots = (torch.empty(S, dtype=torch.int64, device=meta) for _ in range(3))
     cu, lengths, tables = (torch.empty(n, dtype=torch.int32, device=meta) for n in ((S + 1,), (S,), (S, 8)))
-    kv.load(Batch(ids, positions, slots, cu, lengths, tables, 1, 128, S, 128))
+    kv.load(Batch(ids, positions, (slots,), cu, lengths, (tables,), 1, 128, S, 128))
     with torch.no_grad(), Recorder() as recorder:
         model(ids, positions, cu, 1, kv)
     return [c.name for c in recorder.calls if c.operator is None or not c.operator.is_view]
