@@ -15,7 +15,7 @@ def call(url: str, body: Any = None, kind: str = "application/json") -> tuple[in
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": kind})
     try:
-        with urllib.request.urlopen(request, timeout=60) as found:
+        with urllib.request.urlopen(request, timeout=300) as found:
             text = found.read()
             return found.status, json.loads(text) if text[:1] in b"{[" else text.decode(), found.headers
     except urllib.error.HTTPError as error:
