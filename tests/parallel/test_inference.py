@@ -62,7 +62,8 @@ def same_tokens(name: str) -> bool:
             model_of(config).float(), None, EngineConfig(num_blocks=32, max_num_batched_tokens=8, max_num_seqs=4)
         )
         if divided:
-            kv = PagedKV(local_heads(config, mesh.size("tp")), 32, engine.runner.kv.block_size)
+            cache = engine.runner.kv
+            kv = PagedKV(local_heads(config, mesh.size("tp")), 32, cache.block_size, groups=cache.groups)
             runner = Runner(part, kv, engine.config, engine.max_model_len, mesh)
             engine.runner = engine.sampler.runner = runner
         tokens.append([c.tokens for c in engine.generate(prompts, sampling)])
