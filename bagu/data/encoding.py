@@ -1,8 +1,8 @@
-"""The encoding of a text file, told from its bytes: UTF-8, UTF-16, UTF-32 or GB18030; or that it is no text.
+"""The encoding of a text file, recognised by its bytes: UTF-8, UTF-16, UTF-32 or GB18030; or that it is no text.
 
 UTF-8 is checked by decoding. The others have no mark of their own if there is no byte-order mark, and nearly any bytes
 can be decoded as one of them, so the result must also look like text. A single-byte encoding (Latin-1, Windows-1251) is
-not told: any bytes are valid in it, and a wrong guess would train on wrong letters.
+not recognised: any bytes are valid in it, and a wrong guess would train on wrong letters.
 """
 
 import codecs

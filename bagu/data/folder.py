@@ -1,4 +1,4 @@
-"""The files of a folder by what they hold, told from names and first bytes: rows of data, text, or neither."""
+"""The files of a folder by what they hold, recognised by names and first bytes: rows of data, text, or neither."""
 
 import os
 from collections import Counter

@@ -93,8 +93,8 @@ def _parsed(place: str, data: bytes) -> Any:
         return json.loads(data)
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, or an integer of thousands of digits
         content = recognise(data, complete=False)
-        told = content not in ("utf-8", "unknown")
-        hint = f"the file looks like {content}; write it as UTF-8" if told else "correct or delete that line"
+        recognised = content not in ("utf-8", "unknown")
+        hint = f"the file looks like {content}; write it as UTF-8" if recognised else "correct or delete that line"
         raise BaguError(f"{place}: not JSON: {error}", hint=hint) from error
     except RecursionError as error:
         raise BaguError(f"{place}: the JSON is nested too deeply", hint="correct or delete that line") from error

@@ -80,7 +80,9 @@ class Bags:
 
 
 def train_table(
-    pairs: Sequence[tuple[str, str]], config: TableConfig, told: Callable[[int, float], None] = lambda step, loss: None
+    pairs: Sequence[tuple[str, str]],
+    config: TableConfig,
+    report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """The terms, and their vectors for passages and for queries."""
     found = Counter(term for query, passage in pairs for term in {*terms(query), *terms(passage)})
@@ -111,7 +113,7 @@ def train_table(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        told(step, loss.item())
+        report(step, loss.item())
     with torch.no_grad():
         return words, table.table(query=False).numpy(), table.table(query=True).numpy()
 
@@ -129,11 +131,11 @@ def main(given: TrainOptions) -> int:
     config = replace(usual, steps=given.steps or usual.steps, lr=given.lr or usual.lr)
     print(f"{len(pairs):,} pairs; {config.steps} steps of {min(config.batch, len(pairs)):,}", flush=True)
 
-    def told(step: int, loss: float) -> None:
+    def report(step: int, loss: float) -> None:
         if step % 20 == 0 or step == config.steps:
             print(f"step {step} of {config.steps}, loss {loss:.3f} nats, {time.monotonic() - began:.0f} s", flush=True)
 
-    words, passages, queries = train_table([(pair.query, pair.passage) for pair in pairs], config, told)
+    words, passages, queries = train_table([(pair.query, pair.passage) for pair in pairs], config, report)
     save(given.out, words, passages, queries)
     print(f"{given.out}: {len(words):,} terms; bagu index FOLDER --embedder {given.out}")
     return 0

@@ -31,7 +31,7 @@ def index_main(given: IndexOptions, load: Load) -> int:
             store.set_meta("chunking", asked)
         embedder = open_embedder(store, given.embedder, load)
         paths = [Path(path) for path in given.paths]
-        done = update(store, paths, embedder=embedder, chunking=chunking, told=_progress)
+        done = update(store, paths, embedder=embedder, chunking=chunking, report=_progress)
         lexicon, _ = store.snapshot()
         files, passages = len(store.files()), lexicon.alive
     if given.as_json:

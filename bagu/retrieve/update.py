@@ -1,6 +1,6 @@
 """Bring an index up to date with files and folders: new, changed and deleted files, in batches of one transaction each.
 
-A file whose size and time are those of the index is not read. `told` is called after each commit with the paths that
+A file whose size and time are those of the index is not read. `report` is called after each commit with the paths that
 are now in the file for good.
 """
 
@@ -64,7 +64,7 @@ def update(
     embedder: Embedder | None = None,
     chunking: Chunking | None = None,
     batch: int = BATCH,
-    told: Callable[[Update, Sequence[str]], None] = lambda done, paths: None,
+    report: Callable[[Update, Sequence[str]], None] = lambda done, paths: None,
 ) -> Update:
     """Index files and folders. Files of the index that lay under one of these paths and are gone are removed."""
     began, done, known = time.monotonic(), Update(), store.files()
@@ -92,9 +92,9 @@ def update(
         except Unreadable as error:
             done.problems[name] = str(error)
         if size >= batch:
-            _commit(store, waiting, known, embedder, done, told)
+            _commit(store, waiting, known, embedder, done, report)
             size = 0
-    _commit(store, waiting, known, embedder, done, told)
+    _commit(store, waiting, known, embedder, done, report)
     under = tuple(os.path.realpath(root).rstrip(os.sep) + os.sep for root in roots)
     exact = {os.path.realpath(root) for root in roots}
     gone = [
@@ -105,7 +105,7 @@ def update(
             for old in gone:
                 delete(store, old)
         done.removed = len(gone)
-        told(done, [])
+        report(done, [])
     done.seconds = time.monotonic() - began
     return done
 
@@ -184,7 +184,7 @@ def delete(store: Store, file: File) -> None:
 
 def _commit(
     store: Store, waiting: list[Prepared], known: dict[str, File], embedder: Embedder | None, done: Update,
-    told: Callable[[Update, Sequence[str]], None],
+    report: Callable[[Update, Sequence[str]], None],
 ) -> None:  # fmt: skip
     if not waiting:
         return
@@ -207,7 +207,7 @@ def _commit(
         put(store, new, embedder)
     done.passages += sum(len(one.spans) for one in new)
     done.characters += sum(len(one.document.text) for one in new)
-    told(done, [one.path for one in waiting])
+    report(done, [one.path for one in waiting])
     waiting.clear()
 
 

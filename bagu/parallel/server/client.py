@@ -39,7 +39,7 @@ class Client:
         self._empty_since: float | None = None
         self._lost_at: float | None = None  # when a message could not be sent, or a link ended
         self.waited_s = 0.0
-        self.clock: Mapping[str, Any] = {}  # told to the manager, for those who watch
+        self.clock: Mapping[str, Any] = {}  # sent to the manager, for `bagu watch`
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 

@@ -1,6 +1,6 @@
 """Who has what: the map of ranges to servers, its epoch, and the manager that makes it.
 
-The manager has no other state than who is there. It is told of births, deaths and heartbeats, and publishes a map with
+The manager stores only who is there. It receives births, deaths and heartbeats, and publishes a map with
 a higher epoch whenever the holders of a range change. A manager that was started again learns all of it from the
 servers, and continues above the highest epoch that one of them knows.
 """

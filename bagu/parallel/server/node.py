@@ -11,7 +11,7 @@
 
 A message by an older map is refused, with the newer map; one by a newer map than this server's waits for that map. A
 server that slept through its own death has an old epoch: no holder acknowledges its copies, so it answers no commit.
-After each new map a first holder serves only when all other holders have told their versions; if one is ahead (its
+After each new map a first holder serves only when all other holders have sent their versions; if one is ahead (its
 first holder died before telling all), it takes that state first. So no update that a worker knows of is lost.
 """
 
@@ -108,7 +108,7 @@ class Server:
     # --- from workers -------------------------------------------------------------------------------------------------
 
     def _ready(self, number: int) -> bool:
-        """Whether every other holder has told its version, and none is ahead."""
+        """Whether every other holder has sent its version, and none is ahead."""
         acked, version = self._serves[number].acked, self.stores[number].version
         return all(slot in acked and acked[slot] <= version for slot in self.map.holders[number][1:])
 

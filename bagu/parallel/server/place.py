@@ -1,4 +1,4 @@
-"""What a process of the server group is told: in one environment variable, as JSON."""
+"""The settings of a process of the server group: one environment variable, as JSON."""
 
 import json
 import os

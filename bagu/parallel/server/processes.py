@@ -111,7 +111,7 @@ class ServerProcess:
         self._lock = threading.RLock()
         self._peers: dict[Address, Link] = {}
         self._manager: Link | None = None
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._empty()
         self.listener = Listener(host, 0, token, self._hello, self._message, self._gone)
         self.ended = threading.Event()
@@ -170,7 +170,7 @@ class ServerProcess:
         with self._lock:
             if self._manager is not link:
                 return
-            self._heard = time.monotonic()
+            self._last_message = time.monotonic()
             self.server.awake = True
             if m.kind == "map":
                 self._take(Map.read(m.more))
@@ -230,7 +230,7 @@ class ServerProcess:
         parent = os.getppid()
         while not self.ended.wait(BEAT_S):
             with self._lock:
-                if time.monotonic() - self._heard > SILENT_S:
+                if time.monotonic() - self._last_message > SILENT_S:
                     self.server.awake = False
                 if self._manager is None:
                     self._join()
