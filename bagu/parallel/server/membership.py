@@ -6,7 +6,7 @@ servers, and continues above the highest epoch that one of them knows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bagu.parallel.server.keys import holders
@@ -59,7 +59,7 @@ class Manager:
     def __init__(self, servers: int, *, now: float = 0.0) -> None:
         self.servers, self.members = servers, dict[int, Member]()
         self.map, self._started = Map(), now
-        self.deaths = 0
+        self.deaths, self._new_delay = 0, False
 
     def join(
         self, slot: int, birth: int, address: tuple[str, int], epoch: int, versions: Mapping[int, int], now: float
@@ -87,10 +87,7 @@ class Manager:
 
     def set_delay(self, delay: int) -> None:
         """Bound the delay anew; workers learn it with the next map."""
-        self.map = Map(**{**vars(self.map), "delay": delay, "epoch": self.map.epoch})
-        self._changed = True
-
-    _changed = False
+        self.map, self._new_delay = replace(self.map, delay=delay), True
 
     def publish(self, now: float) -> Map | None:
         """The map, if it changed since the last call."""
@@ -112,9 +109,9 @@ class Manager:
             number for number, slots in enumerate(found) if not any(self._has(slot, number) for slot in slots)
         )
         same = tuple(found) == self.map.holders and births == self.map.births and empty == self.map.empty
-        if same and not self._changed:
+        if same and not self._new_delay:
             return None
-        self._changed = False
+        self._new_delay = False
         addresses = {slot: member.address for slot, member in self.members.items()}
         self.map = Map(
             epoch=self.map.epoch + 1, holders=tuple(found), empty=empty, addresses=addresses, births=births,
