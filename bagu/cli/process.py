@@ -95,8 +95,8 @@ def recommend(
     """Recommend settings for a context, with a promise, or refuse and say why.
 
     Examples:
-      bagu process recommend runs/line3 --given feed=0.42,ambient=31 --now temp=182,flow=7.5 --move temp=5
-      bagu process recommend runs/line3 --recent today.csv
+      bagu process recommend runs/line3 --given feed=0.42,ambient=31
+      bagu process recommend runs/line3 --recent today.csv --move temp=5
     """
     from bagu.process.commands import recommend_lines
 
