@@ -16,6 +16,7 @@ from constrained import POINT, constrained_engine, constrained_model, json_token
 
 from bagu.serve.grammar import Grammar
 from bagu.serve.request import Request, Sampling
+from bagu.serve.warm_up import WarmUp
 from bagu.serve.wire.encode import STEP_TAG
 from bagu.serve.wire.messages import Accepted, Refused, Stop, Submit
 from bagu.serve.worker.generation_loop import serve_generation
@@ -134,9 +135,9 @@ def test_a_stopped_engine_process_ends_the_processes_that_compile(started: list[
     messages: Messages = queue.SimpleQueue()
     ours, server = Pipe()
     messages.put((1.0, Submit((request("a", Grammar.regex("a+")),))))
-    thread = threading.Thread(target=serve_generation, args=(ours, messages, engine, None))
+    thread = threading.Thread(target=serve_generation, args=(ours, messages, engine, None, WarmUp(engine)))
     thread.start()
-    while (data := server.recv_bytes())[:1] == STEP_TAG or pickle.loads(data) != Accepted("a"):
+    while server.poll(60) and ((data := server.recv_bytes())[:1] == STEP_TAG or pickle.loads(data) != Accepted("a")):
         pass
     messages.put((1.0, Stop()))
     thread.join(120)
