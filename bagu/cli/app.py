@@ -65,7 +65,6 @@ def doctor(
     Examples:
       bagu doctor
       bagu doctor --no-measure --json
-      bagu doctor --ray
     """
     if ray:
         from bagu.parallel.server.on_ray import examine

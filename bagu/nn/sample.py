@@ -4,7 +4,8 @@ training, and as the reference for the inference engine.
 The random number for token t of prompt i is a function of (seed, i, t), independent of the rest of the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -41,16 +42,32 @@ def _generate(
     longest = max(map(len, prompts)) + max_new_tokens - 1  # the last generated token is not an input
     model = model.for_length(longest)
     kv = DenseKV(model.config, len(prompts), longest, device=table.device, dtype=table.dtype)
+
+    def forward(t: int, ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int) -> Any:
+        return model(ids, positions, cu_seqlens, max_len, kv).hidden
+
+    def choose(t: int, alive: list[int], hidden: torch.Tensor) -> torch.Tensor:
+        u = torch.tensor([uniform(seed, i, t) for i in alive], device=table.device)
+        return pick(model.logits(hidden), u, temperature=temperature, top_k=top_k, top_p=top_p)
+
+    return decode(prompts, max_new_tokens, eos_id, kv, forward, choose)
+
+
+def decode(
+    prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_id: int | None, kv: DenseKV,
+    forward: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor],
+    choose: Callable[[int, list[int], torch.Tensor], torch.Tensor],
+) -> list[list[int]]:  # fmt: skip
+    """The loop of `generate`. `forward(t, ids, positions, cu_seqlens, max_len)` returns hidden states, and
+    `choose(t, alive, hidden)` the next tokens of the prompts `alive` from their last hidden states, in step t."""
     new: list[list[int]] = [list(p) for p in prompts]  # the input tokens of each sequence in the next forward
     found: list[list[int]] = [[] for _ in prompts]
     for t in range(max_new_tokens):
         positions, cu_seqlens, max_len = kv.plan([len(n) for n in new])
-        ids = torch.tensor([i for n in new for i in n], device=table.device)
-        hidden = model(ids, positions, cu_seqlens, max_len, kv).hidden
+        ids = torch.tensor([i for n in new for i in n], device=positions.device)
+        hidden = forward(t, ids, positions, cu_seqlens, max_len)
         alive = [i for i, n in enumerate(new) if n]
-        logits = model.logits(hidden[cu_seqlens[1:].long()[alive] - 1])
-        u = torch.tensor([uniform(seed, i, t) for i in alive], device=table.device)
-        drawn = pick(logits, u, temperature=temperature, top_k=top_k, top_p=top_p).tolist()
+        drawn = choose(t, alive, hidden[cu_seqlens[1:].long()[alive] - 1]).tolist()
         new = [[] for _ in prompts]
         for i, token in zip(alive, drawn, strict=True):
             if token != eos_id:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bagu.data.encoding import HEAD, binary_format, recognise
 from bagu.errors import BaguError
 
 MAX_BYTES = 64 * 2**20
@@ -79,6 +78,12 @@ def extract(data: bytes, kind: str) -> str:
 
 def decode(data: bytes) -> str:
     """UTF-8, UTF-16, UTF-32 or GB18030 (bagu/data/encoding.py)."""
+    from bagu.data.encoding import (
+        HEAD,
+        binary_format,
+        recognise,
+    )  # its package imports numpy, which a server may not need
+
     content = recognise(data[:HEAD], complete=len(data) <= HEAD)
     if content == "binary":
         raise Unreadable(f"it is not text: {binary_format(data) or 'it holds zero bytes or other control characters'}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from bagu.nn.ffn import activate
 from bagu.nn.kv import KV, DenseKV
 from bagu.nn.linear import Factory, Linear
 from bagu.nn.model import Output, Placed, Transformer
+from bagu.nn.sample import decode
 from bagu.nn.vision.vit import Seen, ViT, ViTConfig
 
 
@@ -106,20 +107,11 @@ class VLM(nn.Module):
         kv = DenseKV(
             self.decoder.config, len(prompts), max(map(len, prompts)) + max_new, device=table.device, dtype=table.dtype
         )
-        new: list[list[int]] = [list(p) for p in prompts]
-        found: list[list[int]] = [[] for _ in prompts]
+
+        def forward(t: int, ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int) -> Any:
+            return self(ids, positions, cu_seqlens, max_len, kv, images=images if t == 0 else None).hidden
+
         with evaluating(self):
-            for step in range(max_new):
-                positions, cu_seqlens, max_len = kv.plan([len(n) for n in new])
-                ids = torch.tensor([i for n in new for i in n], device=table.device)
-                hidden = self(ids, positions, cu_seqlens, max_len, kv, images=images if step == 0 else None).hidden
-                alive = [i for i, n in enumerate(new) if n]
-                drawn = self.decoder.logits(hidden[cu_seqlens[1:].long()[alive] - 1]).argmax(-1).tolist()
-                new = [[] for _ in prompts]
-                for i, token in zip(alive, drawn, strict=True):
-                    if token != eos_id:
-                        found[i].append(token)
-                        new[i] = [token]
-                if not any(new):
-                    break
-        return found
+            return decode(
+                prompts, max_new, eos_id, kv, forward, lambda t, alive, hidden: self.decoder.logits(hidden).argmax(-1)
+            )
