@@ -271,5 +271,5 @@ def test_passages_of_a_batch_are_told_after_the_commit(tmp_path: Path) -> None:
             seen.append(f"{len(reader.files())} {done.added}")
 
     with Store(tmp_path / "idx") as store:
-        update(store, [tmp_path], batch=12, chunking=Chunking(size=16), told=told)
+        update(store, [tmp_path], batch=12, chunking=Chunking(size=16), report=told)
     assert seen == ["2 2", "4 4", "6 6"]

@@ -30,7 +30,7 @@ while True:  # files change all the time, so the update never ends
     for path in Path(sys.argv[2]).iterdir():
         version = int(path.read_text().split()[0].removeprefix("v")) + 1
         path.write_text(f"v{version} " + path.read_text().split(" ", 1)[1])
-    update(store, [Path(sys.argv[2])], batch=400, told=told)
+    update(store, [Path(sys.argv[2])], batch=400, report=told)
 """
 
 
