@@ -15,7 +15,7 @@ Papers: https://arxiv.org/abs/2502.13189 (MoBA), https://arxiv.org/abs/2511.1157
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -58,29 +58,36 @@ def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(outs), torch.cat(lses)
 
 
+def _drawn(lengths: Sequence[int], G: int, K: int, size: int, top: int, near: int, dense_below: int) -> torch.Tensor:
+    """Blocks that random scores choose: the queries of a block do not agree. In pieces, whose scores fit in memory."""
+    random, columns, found = torch.Generator().manual_seed(1), -(-max(lengths) // size), []
+    for places in torch.cat([torch.arange(n) for n in lengths]).view(-1, 1, 1).split(4096):
+        j, own = torch.arange(columns), places // size
+        local = (j >= own - near) | (j == 0) | (places < dense_below)
+        score = torch.rand(len(places), G, columns, generator=random).masked_fill(local | (j > own), -1.0)
+        best = score.topk(min(top, columns))
+        chosen = (local & (j <= own)).expand(score.shape)
+        chosen = chosen.scatter(-1, best.indices, chosen.gather(-1, best.indices) | (best.values >= 0))
+        listed = torch.where(chosen, j, columns).topk(K, largest=False).values
+        found.append(torch.where(listed == columns, -1, listed).to(torch.int32))
+    return torch.cat(found)
+
+
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
-    """Blocks that random scores choose: the queries of a block do not agree."""
-    lengths, size, H, D = case["lengths"], case.get("size", 4), case["H"], case["D"]
+    lengths, H, D = case["lengths"], case["H"], case["D"]
     G, E, T = case.get("G", H), case.get("E", D), sum(lengths)
-    near, top, dense_below = case.get("near", 1), case.get("top", 2), case.get("dense_below", 0)
-    columns = -(-max(lengths) // size)
-    K = choice.num_chosen(size, top, near, dense_below, max(lengths))
+    size, near, dense_below = case.get("size", 4), case.get("near", 1), case.get("dense_below", 0)
     q = streams.normal("q", T, H, D)
-    places = torch.cat([torch.arange(n) for n in lengths]).view(-1, 1, 1)
-    j, own = torch.arange(columns), places // size
-    local = ((j >= own - near) | (j == 0) | (places < dense_below)) & (j <= own)
-    drawn = torch.rand(T, G, columns, generator=torch.Generator().manual_seed(1)).masked_fill(local | (j > own), -1.0)
-    best = drawn.sort(-1, descending=True)
-    chosen = local.expand(T, G, columns).clone()
-    chosen.scatter_(
-        -1, best.indices[..., :top], chosen.gather(-1, best.indices[..., :top]) | (best.values[..., :top] >= 0)
-    )
-    listed = torch.where(chosen, j, columns).sort(-1).values[..., :K]
+    K = choice.num_chosen(size, case.get("top", 2), near, dense_below, max(lengths))
+    if q.is_meta:
+        blocks = q.new_empty(T, G, K, dtype=torch.int32)
+    else:
+        blocks = _drawn(lengths, G, K, size, case.get("top", 2), near, dense_below).to(q.device)
     return {
         "q": q,
         "k": streams.normal("k", T, G, D),
         "v": streams.normal("v", T, G, E),
-        "blocks": torch.where(listed == columns, -1, listed).to(torch.int32).to(q.device),
+        "blocks": blocks,
         "cu_seqlens": torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(q.device),
         "max_len": max(lengths),
         "size": size,
