@@ -205,7 +205,8 @@ def dq(
 def dkdv(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, tiles_ptr, far_dk_ptr, far_dv_ptr, dk_ptr, dv_ptr, G, H, size,
     near, dense_below, scale, q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head,
-    D: tl.constexpr, E: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr, N: tl.constexpr, ACC: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, DW: tl.constexpr, EW: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     begin, length, own, _ = tile_of(tiles_ptr, tl.program_id(0), size, near, dense_below)
     if length == 0:
@@ -220,10 +221,10 @@ def dkdv(
     dv = load(far_dv_ptr + g * E, begin + j, G * E, real, E, EW)
     # The blocks of queries: those near, all that attend to everything, and for the first block every one.
     last = tl.maximum(own + near, dense_below // size - 1)
-    last = tl.minimum(tl.where(own == 0, length, last), (length - 1) // size)
-    for block in range(own, last + 1):
-        i = block * size + r
-        there = (r < size) & (i < length)
+    end = tl.minimum(tl.where(own == 0, length, (last + 1) * size), length)
+    for at in range(own * size, end, M):
+        i = at + tl.arange(0, M)
+        there = i < end
         for h in range(H // G):
             head = g * (H // G) + h
             row = (begin + i) * H + head

@@ -18,7 +18,8 @@ from bagu.ops.contract.signature import accumulator
 from bagu.ops.kernels.launch import next_power_of_2, triton_acc
 
 LOG2E = 1.4426950408889634
-ROWS = 64  # queries of a tile of far_forward and far_backward
+ROWS = 64  # queries of a tile of far_forward
+BACKWARD_ROWS = 32  # of far_backward and dkdv: with dk and dv in registers, tiles of 64 spill
 
 
 class Routes(NamedTuple):
@@ -27,9 +28,7 @@ class Routes(NamedTuple):
     order: torch.Tensor  # [T * G * top] i32: pairs (token, key head, choice), sorted by key head and block
     ends: torch.Tensor  # [G * B + 1] i32: where the pairs of a block begin in `order`
     starts: torch.Tensor  # [B] i32: the first token of a block
-    tiles: (
-        torch.Tensor
-    )  # [B, 3] i32: of each block of queries the begin and length of its segment, and its number there
+    tiles: torch.Tensor  # [B, 3] i32: the begin and length of the segment of a block of queries, and its number there
     top: int
 
     @classmethod
@@ -49,9 +48,9 @@ class Routes(NamedTuple):
         owner = (torch.searchsorted(cu, t, right=True) - 1).clamp(max=S - 1)
         place = t - cu[owner]
         own = (place // a.size).view(-1, 1, 1)
-        chosen = torch.nn.functional.pad(a.blocks[:, :, 1 : 1 + top].long(), (0, max(1 + top - K, 0)), value=-1)
-        far = (chosen > 0) & (chosen < own - a.near) & (place.view(-1, 1, 1) >= a.dense_below)
-        route = torch.arange(G, device=device).view(1, -1, 1) * B + base[owner].view(-1, 1, 1) + chosen
+        choice = torch.nn.functional.pad(a.blocks[:, :, 1 : 1 + top].long(), (0, max(1 + top - K, 0)), value=-1)
+        far = (choice > 0) & (choice < own - a.near) & (place.view(-1, 1, 1) >= a.dense_below)
+        route = torch.arange(G, device=device).view(1, -1, 1) * B + base[owner].view(-1, 1, 1) + choice
         route = torch.where(far, route, G * B).flatten().to(torch.int32)
         ordered = route.sort(stable=True)
         ends = torch.searchsorted(ordered.values, torch.arange(G * B + 1, device=device, dtype=torch.int32))
@@ -121,13 +120,15 @@ def backward(
     dq_part = a.q.new_empty(T, H, routes.top, D)
     kernels.far_backward[(G * B,)](
         *read, routes.order, routes.ends, routes.starts, dq_part, far_dk, far_dv, B, G, H, routes.top, a.size,
-        _scale(a), *strides, M=ROWS, **fixed,
+        _scale(a), *strides, M=BACKWARD_ROWS, **fixed, num_warps=8,
     )  # fmt: skip
     shared = (a.size, a.near, a.dense_below, _scale(a), *strides)
     kernels.dq[(B, H)](
         *read, routes.tiles, _chosen(a, routes), dq_part, dq, G, H, routes.top, *shared, **fixed
     )  # fmt: skip
-    kernels.dkdv[(B, G)](*read, routes.tiles, far_dk, far_dv, dk, dv, G, H, *shared, **fixed)
+    kernels.dkdv[(B, G)](
+        *read, routes.tiles, far_dk, far_dv, dk, dv, G, H, *shared, M=BACKWARD_ROWS, **fixed, num_warps=8
+    )
     return dq, dk, dv
 
 

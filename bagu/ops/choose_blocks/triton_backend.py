@@ -101,6 +101,7 @@ def forward(a: Args) -> tuple[torch.Tensor]:
             q, means, tables, cu, lengths, scores, places, S, first, first + count, G, H // G, a.size, columns,
             q.stride(0), q.stride(1), means.stride(0), means.stride(1), tables.stride(0), D=D, M=TOKENS, N=BLOCKS,
             DW=max(next_power_of_2(D), 16), WIDTH=width, ACC=triton_acc(accumulator(q.dtype)),
+            num_warps=8,
         )  # fmt: skip
         select_kernel[(count * G,)](
             scores, places, out[first:], G, a.size, a.top, a.near, a.dense_below, K=K, WIDTH=width,
