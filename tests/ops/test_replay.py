@@ -28,7 +28,7 @@ from tests.ops.replaying import GPU, drawn, forward_of, launcher, plans, ran
 
 TRITON = [s for s in SPECS.values() if "triton" in s.backends]
 # ops whose host code does more than views, allocations and launches
-NEVER = {"linear_cross_entropy", "linear_cross_entropy_loss"}
+NEVER = {"block_attention", "linear_cross_entropy", "linear_cross_entropy_loss"}
 
 
 def scalars(spec: OpSpec, args: dict[str, Any]) -> dict[str, Any]:

@@ -61,11 +61,12 @@ def _choose(a: Args, scores: torch.Tensor, places: torch.Tensor, K: int) -> torc
     columns = scores.shape[-1]
     j, own = torch.arange(columns, device=scores.device), (places // a.size).view(-1, 1, 1)
     local = (j >= own - a.near) | (j == 0) | (places.view(-1, 1, 1) < a.dense_below)
-    chosen = (local & (j <= own)).expand(scores.shape).clone()
+    chosen = (local & (j <= own)).expand(scores.shape)
     if a.top:
         scores = scores.masked_fill(local | (j > own), -torch.inf)
         ranked = scores.sort(dim=-1, descending=True, stable=True)
         best = (ranked.values > -torch.inf)[..., : a.top]
-        chosen.scatter_(-1, ranked.indices[..., : a.top], best | chosen.gather(-1, ranked.indices[..., : a.top]))
+        at = ranked.indices[..., : a.top]
+        chosen = chosen.scatter(-1, at, best | chosen.gather(-1, at))  # not in place: under vmap it has no batch
     listed = torch.where(chosen, j, columns).sort(-1).values[..., :K]
     return torch.where(listed == columns, -1, listed).to(torch.int32)
