@@ -60,7 +60,7 @@ def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _drawn(lengths: Sequence[int], G: int, K: int, size: int, top: int, near: int, dense_below: int) -> torch.Tensor:
     """Blocks that random scores choose: the queries of a block do not agree. In pieces, whose scores fit in memory."""
-    random, columns, found = torch.Generator().manual_seed(1), -(-max(lengths) // size), []
+    random, columns, found = torch.Generator().manual_seed(1), -(-max(1, *lengths) // size), []
     for places in torch.cat([torch.arange(n) for n in lengths]).view(-1, 1, 1).split(4096):
         j, own = torch.arange(columns), places // size
         local = (j >= own - near) | (j == 0) | (places < dense_below)
@@ -78,7 +78,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     G, E, T = case.get("G", H), case.get("E", D), sum(lengths)
     size, near, dense_below = case.get("size", 4), case.get("near", 1), case.get("dense_below", 0)
     q = streams.normal("q", T, H, D)
-    K = choice.num_chosen(size, case.get("top", 2), near, dense_below, max(lengths))
+    K = choice.num_chosen(size, case.get("top", 2), near, dense_below, max(1, *lengths))
     if q.is_meta:
         blocks = q.new_empty(T, G, K, dtype=torch.int32)
     else:
@@ -150,6 +150,7 @@ CASES = [
     Case("none", "nothing but the window of blocks and the first", lengths=(45, 20), H=2, D=8, top=0),
     Case("dense", "the first tokens attend to all", lengths=(50, 9), H=2, D=8, dense_below=24),
     Case("empty", "segments without a token between others", lengths=(21, 0, 12, 0), H=2, D=8),
+    Case("no_tokens", "there is no token, and nothing is launched", lengths=(0, 0), H=2, D=8),
     Case("one", "segments of one token: its score has no gradient", lengths=(1, 1), H=2, D=8, frozen=["q", "k"]),
     Case("boundary", "segments that end with a block", lengths=(32, 16), H=2, D=8),
     Case("blocks_of_32", "blocks of a kernel's size", lengths=(200, 70), H=2, D=16, size=32, top=2),

@@ -150,6 +150,7 @@ CASES = [
     Case("dense", "short texts attend to all blocks", plan=((21, 1), (0, 40)), H=2, D=8, dense_below=24),
     Case("boundary", "the first and the last token of a block", plan=((31, 1), (32, 1), (27, 2), (28, 4)), H=2, D=8),
     Case("empty", "sequences without a token, and without a context", plan=((20, 2), (0, 0), (9, 0)), H=2, D=8),
+    Case("no_tokens", "there is no new token, and nothing is launched", plan=((9, 0), (0, 0)), H=2, D=8),
     Case("slack", "max_context is not reached, large blocks", plan=((140, 1), (90, 2)), H=2, D=8, size=16, slack=1),
     Case("ragged", "no size is a power of two", plan=((50, 3), (7, 1), (0, 23)), H=6, G=3, D=11, size=3, top=3, near=2),
     Case("wide", "many more blocks than are chosen", plan=((500, 2), (300, 70)), H=2, D=8, top=7, near=2),

@@ -19,6 +19,7 @@ from bagu.ops.paged_attention.paged_kernels import sequence_of
 
 ROOM = 1 << 28  # scores in memory at one time: 1 GiB
 TOKENS, BLOCKS = 16, 64  # of a tile of scores
+TUNABLE = {"forward": {"pieces": (1, 3)}}
 
 
 @triton.jit(do_not_specialize=["sequences", "first", "G", "per_group", "size", "columns"])
@@ -82,7 +83,8 @@ def select_kernel(
     tl.store(out_ptr + row * K + order, j, chosen & (order < K))
 
 
-def forward(a: Args) -> tuple[torch.Tensor]:
+def forward(a: Args, *, pieces: int = 1) -> tuple[torch.Tensor]:
+    """The tokens are done in `pieces`, or in as many as `ROOM` needs: the scores of a small one stay in the L2."""
     (T, H, D), (_, G, _), S = a.q.shape, a.means.shape, len(a.context_lens)
     K = num_chosen(a.size, a.top, a.near, a.dense_below, a.max_context)
     out = a.q.new_empty(T, G, K, dtype=torch.int32)
@@ -92,7 +94,7 @@ def forward(a: Args) -> tuple[torch.Tensor]:
     tables, cu, lengths = a.block_tables.contiguous(), a.cu_seqlens.contiguous(), a.context_lens.contiguous()
     columns = -(-a.max_context // a.size)
     width = max(next_power_of_2(columns), 16)
-    piece = max(ROOM // (G * width), 1)
+    piece = triton.cdiv(T, max(pieces, triton.cdiv(T * G * width, ROOM)))
     for first in range(0, T, piece):
         count = min(piece, T - first)
         scores = q.new_empty(count, G, width, dtype=torch.float32)

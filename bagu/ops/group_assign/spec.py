@@ -128,6 +128,7 @@ SPEC = OpSpec(
         Case("single", "one group takes every token: the mean", B=2, T=12, G=1, D=10, seed=6),
         Case("long", "several blocks of tokens", B=1, T=300, G=12, D=24, seed=7),
         Case("wide", "several blocks of features", B=1, T=40, G=9, D=200, seed=8),
+        Case("many", "so many groups that tiles are smaller", B=1, T=40, G=70, D=40, seed=10),
         Case("loud", "exp overflows unless the maximum is taken off", B=1, T=9, G=6, D=8, spread=1e3, hard=False),
         Case("nan", "a NaN spoils its image and no other", B=2, T=11, G=4, D=8, plant=float("nan"), seed=9),
         Case("empty", "there is no image, and nothing is launched", B=0, T=8, G=4, D=8),
