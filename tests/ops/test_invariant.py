@@ -21,6 +21,7 @@ from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, check
 from bagu.ops.invariant.mode import ROW_BY_ROW, active
+from tests.ops.block_sparse import check_company
 from tests.ops.points import eight_bits
 
 OWN = [s for s in SPECS.values() if hasattr(s.torch_backend, "invariant_forward")]
@@ -129,6 +130,7 @@ def parts(M: int) -> Iterator[tuple[int, int]]:
 def test_every_row_by_row_op_is_tried_here() -> None:
     # these and the two heads are tried below; mla_attention is paged_attention there
     blockwise = {"attention", "paged_attention", "mla_attention", "matmul", "grouped_matmul"}
+    blockwise |= {"choose_blocks", "block_attention"}
     heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
     assert {name.split(",")[0] for name in ROWS} == ROW_BY_ROW | {s.name for s in OWN} - blockwise - heads
 
@@ -297,6 +299,15 @@ def test_a_decode_is_the_same_at_every_place_of_a_batch(dtype: torch.dtype) -> N
             order = [(s + turn) % S for s in range(S)]
             for got, want in zip(run(order), zip(*alone, strict=True), strict=True):
                 assert torch.equal(got, torch.cat([want[s] for s in order]))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sparse_attention_of_a_text_in_any_company(dtype: torch.dtype) -> None:
+    lengths = (37, 290, 1, 22)
+    q, k, v = (randn(sum(lengths), h, 32, dtype=dtype, seed=s) for s, h in ((0, 4), (1, 2), (2, 2)))
+    with ops.invariant():
+        check_company(q, k, v, lengths)
 
 
 def test_fast_mode_does_not_keep_the_promise() -> None:

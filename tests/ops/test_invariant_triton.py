@@ -19,10 +19,11 @@ from bagu.ops.call.dispatch import call
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, check
 from bagu.ops.invariant.mode import ELEMENTWISE_ON_GPU, ROW_BY_ROW
+from tests.ops.block_sparse import check_company
 from tests.ops.points import DEVICE, GPU, eight_bits, small, supported
 
-OWN = ("attention", "cross_entropy", "grouped_matmul", "layer_norm", "linear_cross_entropy",
-       "linear_cross_entropy_loss", "matmul", "paged_attention", "sample")  # fmt: skip
+OWN = ("attention", "block_attention", "choose_blocks", "cross_entropy", "grouped_matmul", "layer_norm",
+       "linear_cross_entropy", "linear_cross_entropy_loss", "matmul", "paged_attention", "sample")  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16) if GPU else (torch.float32,)
 # The interpreter takes 0.1 to 1 s per case; conformance runs every case of the same kernels in fast mode.
 POINTS = [
@@ -97,6 +98,7 @@ def test_every_op_with_an_invariant_form_is_tried() -> None:
     own = {s.name for s in SPECS.values() if s.name in kernels and hasattr(s.module("triton"), "invariant_forward")}
     assert own == set(OWN)
     tried = {name.split(",")[0] for name in ROWS} | {"attention", "paged_attention", "matmul", "grouped_matmul"}
+    tried |= {"choose_blocks", "block_attention"}
     heads = {"linear_cross_entropy", "linear_cross_entropy_loss"}
     composed = {s.name for s in SPECS.values() if s.composed}
     assert tried | heads == own | composed | (ROW_BY_ROW | ELEMENTWISE_ON_GPU) & kernels
@@ -220,6 +222,16 @@ def test_packed_attention_is_paged_attention_in_any_chunks(D: int, look: str, dt
         for at in (0, 1, 15, 16, 63, 64, L - 1):  # alone
             for want, got in zip(trained, pages.attend(q[mine], [(at, at + 1)], **more)[0], strict=True):
                 assert torch.equal(want[at : at + 1], got), f"position {at} alone"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_sparse_attention_of_a_text_in_any_company(dtype: torch.dtype) -> None:
+    lengths, D = ((37, 1500, 1, 22), 128) if GPU else ((9, 45, 1), 16)
+    q, k, v = (
+        randn(sum(lengths), h, D, dtype=dtype, seed=s) for s, h in ((0, HEADS), (1, HEADS // 2), (2, HEADS // 2))
+    )
+    with ops.invariant(), ops.use("triton"):
+        check_company(q, k, v, lengths)
 
 
 def test_what_has_no_invariant_kernel_is_refused() -> None:
