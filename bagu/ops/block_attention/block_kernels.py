@@ -80,6 +80,14 @@ def tile_of(tiles_ptr, at, size, near, dense_below):
     return begin.to(tl.int64), length, own, low
 
 
+@triton.jit
+def rows_of(block, size, length, N: tl.constexpr):
+    """The rows of a block: their places in it, in the sequence, and whether they are there."""
+    r = tl.arange(0, N)
+    i = block * size + r
+    return r, i, (r < size) & (i < length)
+
+
 @triton.jit(do_not_specialize=["G", "H", "top", "size", "near", "dense_below"])
 def forward(
     q_ptr, k_ptr, v_ptr, tiles_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, G, H, top, size, near, dense_below, scale,
@@ -91,9 +99,7 @@ def forward(
         return
     head = tl.program_id(1).to(tl.int64)
     g = head // (H // G)
-    r = tl.arange(0, N)
-    i = own * size + r
-    there = (r < size) & (i < length)
+    r, i, there = rows_of(own, size, length, N)
     q = load(q_ptr + head * q_head, begin + i, q_stride, there, D, DW)
     top_score, total, mixed = tl.full([N], float("-inf"), ACC), tl.zeros([N], ACC), tl.zeros([N, EW], ACC)
     first = tl.where(low > 0, -1, 0)  # one more round for block 0
@@ -171,11 +177,9 @@ def dq(
     begin, length, own, low = tile_of(tiles_ptr, tl.program_id(0), size, near, dense_below)
     if length == 0:
         return
+    r, i, there = rows_of(own, size, length, N)
     head = tl.program_id(1).to(tl.int64)
     g = head // (H // G)
-    r = tl.arange(0, N)
-    i = own * size + r
-    there = (r < size) & (i < length)
     row = (begin + i) * H + head
     q = load(q_ptr + head * q_head, begin + i, q_stride, there, D, DW)
     do = load(dout_ptr + head * dout_head, begin + i, dout_stride, there, E, EW)
