@@ -19,7 +19,7 @@ from bagu.process.run import Process
 from bagu.process.table import Column, Table
 
 FEWEST, MOST = 3, 20  # latest rows that are looked at
-APART = 3.5  # standard deviations of the mean of a stretch; 1 in 2,000 of a normal distribution is farther
+DRIFT_LIMIT = 3.5  # standard deviations of the mean of a stretch; 1 in 2,000 of a normal distribution is farther
 UNLIKELY = 0.001  # probability of as many results outside of their intervals
 NORMAL_90, MEDIAN = 1.645, 1.253  # half of a 90 % interval, and √n times the sd of a median, for a normal distribution
 
@@ -53,7 +53,7 @@ def _contexts(process: Process, latest: Table) -> Refusal | None:
     spread = np.maximum(np.maximum(stretches.std(0), past.std(0) / np.sqrt(count)), 1e-12)
     usual = (np.abs(stretches - past.mean(0)) / spread).max()
     far = np.abs(here - past.mean(0)) / spread
-    if far.max() <= max(APART, usual):
+    if far.max() <= max(DRIFT_LIMIT, usual):
         return None
     j = int(far.argmax())
     number = int(process.encoder.owner[columns[j]])
@@ -86,7 +86,7 @@ def _results(process: Process, latest: Table) -> Refusal | None:
     chance = sum(comb(len(y), i) * miss**i * (1 - miss) ** (len(y) - i) for i in range(out, len(y) + 1))
     errors = (y - found.mean) / ((found.high - found.low) / (2 * NORMAL_90))
     far = abs(float(np.median(errors))) * np.sqrt(len(y)) / MEDIAN
-    if chance >= UNLIKELY and far <= APART:
+    if chance >= UNLIKELY and far <= DRIFT_LIMIT:
         return None
     return Refusal(
         "results_drifted", {"n": len(y), "out": out, "target": goal, "shift": float(np.median(y - found.mean))}

@@ -8,7 +8,7 @@ import numpy as np
 
 from bagu.process.answer import Refusal, Row
 from bagu.process.candidates import EVEN, JITTER, VARIED, Box
-from bagu.process.recommend import APART, WIDER, full_context, limit_probabilities, outside
+from bagu.process.recommend import MIN_DISTANCE, WIDER, full_context, limit_probabilities, outside
 from bagu.process.run import Process
 
 CURIOSITY = 1.0  # standard deviations of the upper bound
@@ -50,7 +50,7 @@ def experiments(process: Process, given: Row, count: int) -> list[Experiment] | 
         if not free.any():
             break
         best = int(np.where(free, process.better * mean + CURIOSITY * sd, -np.inf).argmax())
-        free &= np.linalg.norm(x - x[best], axis=1) >= APART
+        free &= np.linalg.norm(x - x[best], axis=1) >= MIN_DISTANCE
         rows, y = np.vstack([rows, x[best]]), np.r_[y, mean[best]]
         after = gp.on(rows, y).mean_sd(x[best : best + 1])[1][0]
         found.append(

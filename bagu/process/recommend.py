@@ -24,7 +24,7 @@ from bagu.process.target_model import Prediction
 CAUTION = 1.64  # standard deviations of the lower bound: 95 % of a normal distribution
 PROBABILITY = 0.95  # asked of every limit
 POLISH = (0.04, 0.02, 0.01)  # widths of the variations around the best, as shares of a setting's range
-CHOICES, APART = 3, 0.5  # recommendations, and how far they differ at least (standard deviations)
+CHOICES, MIN_DISTANCE = 3, 0.5  # recommendations, and the smallest distance between two of them (standard deviations)
 OVER_ROWS = 1500  # candidates over which the halves choose
 WIDER = 2.0  # radii of the domain within which an experiment is offered
 
@@ -212,7 +212,7 @@ def _differing(process: Process, box: Box, points: np.ndarray, score: np.ndarray
     x = process.encoder.matrix(box.rows(points, context))
     picked: list[int] = []
     for i in np.argsort(-score, kind="stable"):
-        if all(np.linalg.norm(x[i] - x[j]) >= APART for j in picked):
+        if all(np.linalg.norm(x[i] - x[j]) >= MIN_DISTANCE for j in picked):
             picked.append(int(i))
         if len(picked) == CHOICES:
             break

@@ -131,7 +131,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "split_group": ("R², other batches", "R²，其他批次"),
     "split_random": ("R², random rows", "R²，随机行"),
     "chart": ("Measured against predicted", "实测与预测"),
-    "chart_measured": ("measured, mean of rows alike", "实测（相近行的均值）"),
+    "chart_measured": ("measured, mean of similar rows", "实测（相近行的均值）"),
     "chart_equal": ("equal", "相等"),
     "chart_predicted": ("predicted", "预测"),
     # remarks beside an answer

@@ -18,7 +18,9 @@ def fuse(
     total, most = np.zeros(len(candidates)), 0.0
     for name, scores in rankings.items():
         deviation = float(scores[alive].std(dtype=np.float64))
-        standard = scores[candidates] / (deviation or 1.0)  # without the mean: it would shift all of them alike
+        standard = scores[candidates] / (
+            deviation or 1.0
+        )  # the mean is not subtracted: it would shift all scores equally
         total += weights[name] * standard
         most += weights[name] * max(float(standard.max()), 0.0)
     joined = np.clip(total / (most or 1.0), 0.0, 1.0)

@@ -104,8 +104,8 @@ class Drawn(NamedTuple):
 
 
 def paint_scenes(scenes: list[Scene], stream: torch.Generator, *, styles: tuple[str, ...] = SANS) -> Drawn:
-    """Each thing in a style, size and place of its own. A scene has one ink and one ground: colour tells ground and
-    thing apart, and not two things."""
+    """Each thing in a style, size and place of its own. A scene has one foreground and one background colour: colour
+    separates glyphs from the background, and not one glyph from another."""
     table = torch.stack([masks(list(CHARS), style, SIDE) for style in styles])
     owner = torch.tensor([i for i, scene in enumerate(scenes) for _ in scene.things])
     place = torch.tensor([k for scene in scenes for k in range(len(scene.things))])
