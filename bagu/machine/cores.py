@@ -3,8 +3,13 @@
 import os
 
 
-def available_cores() -> int:
-    """The number of cores in the affinity mask, which taskset, Slurm and containers make smaller than the machine."""
+def usable_cores() -> tuple[int, ...]:
+    """The cores in the affinity mask, which taskset, Slurm and containers make smaller than the machine."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(usable_cores())

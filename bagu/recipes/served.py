@@ -12,10 +12,12 @@ from typing import Any
 
 from bagu.config import write_atomic
 from bagu.errors import ArgumentError, BaguError
-from bagu.parallel.server.group import Group, start_here
+from bagu.machine.cores import usable_cores
+from bagu.parallel.server.group import Group, Process, start_here
 from bagu.parallel.server.links import Link, connect
 from bagu.parallel.server.place import Place, new_group
 from bagu.parallel.server.wire import Message
+from bagu.parallel.unlike.workers import divide_cores, parse_workers
 from bagu.recipes.run import Run
 from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
@@ -53,8 +55,9 @@ def with_servers(run: Run, given: TrainOptions, *, divide: bool, say: Callable[[
             f"objective {run.objective.kind!r} cannot be trained on servers: one engine makes its batches",
             hint="leave --servers out",
         )
+    number = None if given.workers is None else len(parse_workers(given.workers, kinds=("cpu",)))
     named: dict[str, Any] = {
-        "servers": given.servers, "workers": given.workers, "delay": given.delay, "compress": given.compress,
+        "servers": given.servers, "workers": number, "delay": given.delay, "compress": given.compress,
         "local_steps": given.local_steps,
     }  # fmt: skip
     served = replace(before or ServedConfig(), **{k: v for k, v in named.items() if v is not None})
@@ -90,8 +93,18 @@ def start_group(run: Run, given: TrainOptions, again: Sequence[str], say: Callab
     """Start manager, servers and workers, and watch them until the workers end; returns the exit status."""
     served = run.train.served
     assert served is not None
-    start: Any = start_here
+    workers = parse_workers(str(served.workers) if given.workers is None else given.workers, kinds=("cpu",))
+    cores = divide_cores(workers, usable_cores())
+
+    def here(place: Place, command: Sequence[str]) -> Process:
+        return start_here(place, command, cores.of[place.number] if place.role == "worker" else None)
+
+    start: Any = here
     host = "127.0.0.1"
+    if given.ray is not None and any(worker.cores is not None for worker in workers):
+        raise ArgumentError(
+            f"--workers {given.workers!r} names cores, and Ray places workers", hint="give their number"
+        )
     if given.ray is not None:
         from bagu.parallel.server.on_ray import OnRay
 

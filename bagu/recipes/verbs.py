@@ -84,7 +84,12 @@ class TrainOptions:
     servers: Annotated[
         int | None, Option("Keep the parameters on this many servers, which may die (docs/parallel).")
     ] = None
-    workers: Annotated[int | None, Option("Of --servers: processes that compute gradients. Default: 2.")] = None
+    workers: Annotated[
+        str | None,
+        Option(
+            'Of --servers: processes that compute gradients, with their cores: 2, or "2x cpu:2,1x cpu:1". Default: 2.'
+        ),
+    ] = None
     delay: Annotated[int | None, Option("Of --servers: updates that a worker may be ahead of the slowest.")] = None
     compress: Annotated[str | None, Option("Of --servers: int8 or topk, gradients on the wire.")] = None
     local_steps: Annotated[int | None, Option("Of --servers: steps between exchanges (DiLoCo).")] = None

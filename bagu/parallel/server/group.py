@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bagu.parallel.server.place import Place
+from bagu.parallel.unlike.workers import Cores
 
 POLL_S = 0.05
 MOST_DEATHS = 1000  # of servers, in one run: more is a fault of the machine
@@ -31,10 +32,13 @@ class Process(Protocol):
 Start = Callable[[Place, Sequence[str]], Process]  # a place, and the command that runs there
 
 
-def start_here(place: Place, command: Sequence[str]) -> Process:
+def start_here(place: Place, command: Sequence[str], cores: Cores | None = None) -> Process:
     """A process on this machine, in a group of its own: Ctrl-C reaches the launcher, which passes it on once."""
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, **place.environ()}
-    return subprocess.Popen(list(command), env=environ, start_new_session=True)
+    cores = cores or Cores(threads=1)
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, **cores.environ(), **place.environ()}
+    process = subprocess.Popen(list(command), env=environ, start_new_session=True)
+    cores.pin(process.pid)
+    return process
 
 
 COMMANDS = {
