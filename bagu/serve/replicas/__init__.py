@@ -1,0 +1,1 @@
+"""Several engine processes of one model: which of them gets a request, and how many of them there are."""

@@ -1,0 +1,119 @@
+"""Replicas under load, simulated: the router and the predictions of the server with replicas that only count time.
+
+A simulated replica runs one request after the other (`slots` = 1 in load.py) at its own speed, which the router knows,
+or is told wrongly (`believed`). Prompts of one group begin with the same tokens, which a replica has cached while they
+are among its last `room` groups. The result has the seconds to the first token and to the end of every request.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+from bagu.parallel.unlike.profile import Step, StepCost
+from bagu.serve.replicas.load import Ask, Progress, ReplicaLoad
+from bagu.serve.replicas.router import Candidate, Router
+
+PROMPT, OUTPUT = 1000, 16  # tokens of a request that takes 1 s at speed 1, on average
+COST = StepCost(base=0.0, prompt=0.4 / PROMPT, decode=0.6 / OUTPUT)
+
+
+class SimulatedRequest(NamedTuple):
+    arrival: float
+    prompt: int
+    output: int
+    group: int = 0  # prompts of one group share their first `shared` tokens
+    shared: int = 0
+
+
+class Outcome(NamedTuple):
+    """What became of a request, in seconds after its arrival."""
+
+    replica: int
+    predicted: float  # to the first token
+    first_token: float
+    finish: float
+    cached: int
+
+
+@dataclass(kw_only=True)
+class SimulatedReplica:
+    cost: StepCost
+    believed: StepCost | None = None  # what the router takes it for, at first
+    room: int = 1 << 30  # groups whose prefix is cached
+    load: ReplicaLoad = field(init=False)
+    cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    free_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.load = ReplicaLoad(self.believed or self.cost, slots=1, step_tokens=1 << 30)
+
+    def cached(self, request: SimulatedRequest) -> int:
+        return request.shared if request.group in self.cache else 0
+
+    def run(self, request: SimulatedRequest, cached: int) -> tuple[float, float]:
+        """When the first token comes, and the seconds between two tokens, if it is queued at its arrival."""
+        self.cache[request.group] = None
+        self.cache.move_to_end(request.group)
+        while len(self.cache) > self.room:
+            self.cache.popitem(last=False)
+        begin = max(self.free_at, request.arrival)
+        first = begin + self.cost.seconds(Step.of_prompt(max(1, request.prompt - cached), cached))
+        step = self.cost.seconds(Step(0, 1, request.prompt + request.output // 2))
+        self.free_at = first + max(0, request.output - 1) * step
+        return first, step
+
+
+def simulate(
+    requests: Sequence[SimulatedRequest],
+    replicas: Sequence[SimulatedReplica],
+    policy: str,
+    *,
+    seed: int = 0,
+    observe: Callable[[float, Sequence[SimulatedReplica]], None] = lambda now, replicas: None,
+) -> list[Outcome]:
+    """Route the requests, in the order of their arrival. `observe` is called after each is routed."""
+    router, outcomes = Router(policy, seed), list[Outcome]()
+    ahead: list[tuple[float, int, int, Progress]] = []  # time, serial number, replica, what it reports then
+    for i, request in enumerate(requests):
+        now = request.arrival
+        while ahead and ahead[0][0] <= now:
+            when, _, k, made = heapq.heappop(ahead)
+            replicas[k].load.progress([made], when)
+        ask = Ask(str(i), request.prompt, request.output)
+        choice = router.choose([Candidate(k, r.load, r.cached(request)) for k, r in enumerate(replicas)], ask, now)
+        replica = replicas[choice.number]
+        replica.load.add(ask, choice.cached, now)
+        first, step = replica.run(request, choice.cached)
+        for token in range(request.output):
+            made = Progress(ask.id, 1, int(token == request.output - 1))
+            heapq.heappush(ahead, (first + token * step, i, choice.number, made))
+        finish = replica.free_at - now
+        outcomes.append(Outcome(choice.number, choice.forecast.first_token, first - now, finish, choice.cached))
+        observe(now, replicas)
+    return outcomes
+
+
+def poisson_requests(
+    count: int, rate: float, *, seed: int = 0, spread: float = 0.8, groups: int = 0, shared: float = 0.0
+) -> list[SimulatedRequest]:
+    """`rate` requests a second that take 1 s at speed 1 on average. The size of a request is lognormal. `shared` is the
+    part of every prompt that the prompts of its group begin with."""
+    draw, now, found = Random(seed), 0.0, list[SimulatedRequest]()
+    for _ in range(count):
+        now += draw.expovariate(rate)
+        size = math.exp(spread * draw.gauss(0, 1) - spread**2 / 2)
+        prompt, output = max(2, round(PROMPT * size)), max(1, round(OUTPUT * size))
+        group = draw.randrange(groups) if groups else 0
+        found.append(SimulatedRequest(now, prompt, output, group, int(shared * prompt)))
+    return found
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(q * len(ordered)), len(ordered) - 1)]
