@@ -12,21 +12,25 @@ from bagu.recipes.loader import Loader
 from bagu.recipes.serve import ChatOptions, ServeOptions
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.options import ServerOptions
+from bagu.serve.replicas.options import ReplicaOptions
 
 
 @takes(
-    ServerOptions, Loader, EngineConfig, ServeOptions, config=ConfigFile,
+    ServerOptions, Loader, EngineConfig, ReplicaOptions, ServeOptions, config=ConfigFile,
     groups={
         "KV cache": "kv_dtype kv_memory num_blocks block_size gpu_memory_utilization prefix_cache",
         "Long texts": "attention window attention_sinks",
         "Engine": "max_num_batched_tokens threads invariant seed speculative speculative_tokens",
+        "Replicas": "replicas router min_replicas max_replicas",
         "Adapters": "adapters max_adapters max_adapter_rank adapter_root",
         "Requests": "generation_config tool_parser reasoning_parser embeddings served_model_name",
         "HTTP": "api_keys open_metrics allowed_origins max_queue shutdown_timeout",
         "Logs and traces": "log_level log_format otlp_endpoint",
     },
 )  # fmt: skip
-def serve(server: ServerOptions, loader: Loader, engine: EngineConfig, more: ServeOptions) -> None:
+def serve(
+    server: ServerOptions, loader: Loader, engine: EngineConfig, replicas: ReplicaOptions, more: ServeOptions
+) -> None:
     """Start an OpenAI-compatible server, with a chat page at /. MODEL may be a model repository (docs/running.md).
 
     Examples:
@@ -38,7 +42,7 @@ def serve(server: ServerOptions, loader: Loader, engine: EngineConfig, more: Ser
 
         main(Path(loader.model), server)
         return
-    recipe.serve_main(loader, engine, server, more)
+    recipe.serve_main(loader, engine, server, more, replicas)
 
 
 @takes(ChatOptions)

@@ -7,8 +7,10 @@ from bagu.errors import ArgumentError
 from bagu.recipes.find import find_model
 from bagu.recipes.generation import generation_defaults
 from bagu.recipes.loader import Loader
+from bagu.recipes.replicas import replicas_of
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.options import ServerOptions
+from bagu.serve.replicas.options import Replication
 from bagu.serve.repository.layout import Settings
 from bagu.serve.repository.version import Engine
 
@@ -23,6 +25,7 @@ class VersionEngines:
     loader: Loader
     engine: EngineConfig
     generation_config: str = "auto"
+    replication: Replication | None = None
 
     def __call__(self, folder: Path, settings: Settings, share: float) -> Engine:
         found = find_model(folder)
@@ -31,12 +34,14 @@ class VersionEngines:
         config = replace(
             self.engine, generation=generation, memory_share=share, warmup_prompts=settings.warmup_prompts, **own
         )
-        return Engine(replace(self.loader, model=str(folder)), config)
+        loader = replace(self.loader, model=str(folder))
+        return Engine(loader, config, replicas_of(self.replication, loader, config))
 
 
 def repository_main(
-    folder: Path, *, loader: Loader, engine: EngineConfig, server: ServerOptions, generation_config: str = "auto"
-) -> None:
+    folder: Path, *, loader: Loader, engine: EngineConfig, server: ServerOptions, generation_config: str = "auto",
+    replication: Replication | None = None,
+) -> None:  # fmt: skip
     """Run the HTTP server with the models of a repository; each loaded version has an engine process."""
     from bagu.machine.device import named_device, this_machine
     from bagu.serve.repository.server import main
@@ -53,7 +58,9 @@ def repository_main(
     on_gpu = named_device(loader.device).type == "cuda" and machine.gpus
     main(
         folder,
-        prepare=VersionEngines(loader=loader, engine=engine, generation_config=generation_config),
+        prepare=VersionEngines(
+            loader=loader, engine=engine, generation_config=generation_config, replication=replication
+        ),
         memory_bytes=machine.gpus[0].memory_bytes if on_gpu else machine.memory_bytes,
         options=server,
     )

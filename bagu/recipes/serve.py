@@ -13,6 +13,7 @@ from bagu.machine.openmp import wait_briefly
 from bagu.recipes.loader import Loader
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.options import ServerOptions
+from bagu.serve.replicas.options import ReplicaOptions
 
 TEMPERATURE = 0.7  # default of `bagu chat` with a local model, if neither the user nor generation_config.json sets one
 
@@ -69,18 +70,22 @@ def with_adapters(config: EngineConfig, *, allow_loading: bool = False) -> Engin
     return replace(config, adapter_root=root.expanduser().absolute())
 
 
-def serve_main(loader: Loader, engine: EngineConfig, server: ServerOptions, more: ServeOptions | None = None) -> None:
+def serve_main(
+    loader: Loader, engine: EngineConfig, server: ServerOptions, more: ServeOptions | None = None,
+    replicas: ReplicaOptions | None = None,
+) -> None:  # fmt: skip
     """Run the HTTP server for a model or a repository (serve/repository), with the engines in separate processes."""
     wait_briefly()  # the engine process inherits this environment
     from bagu.machine.hub import find_adapter
     from bagu.recipes.find import find_model
     from bagu.recipes.generation import check_generation_config, generation_defaults
+    from bagu.recipes.replicas import find_replication, replicas_of
     from bagu.serve.http.server import main
     from bagu.serve.repository.layout import is_repository
 
     more = more or ServeOptions()
     engine = with_adapters(engine, allow_loading=more.allow_adapter_loading)
-    model = loader.model
+    model, replication = loader.model, find_replication(replicas or ReplicaOptions())
     loader = replace(loader, allow_reward=True, on_host=engine.tp > 1)
     if engine.tp > 1:
         engine = replace(engine, device=loader.device or "auto")
@@ -91,8 +96,9 @@ def serve_main(loader: Loader, engine: EngineConfig, server: ServerOptions, more
 
         check_generation_config(more.generation_config)
         repository_main(
-            Path(model), loader=loader, engine=engine, server=server, generation_config=more.generation_config
-        )
+            Path(model), loader=loader, engine=engine, server=server, generation_config=more.generation_config,
+            replication=replication,
+        )  # fmt: skip
         return
     found = find_model(model)  # a wrong name is reported here, before anything starts
     engine = replace(engine, generation=generation_defaults(found, more.generation_config))
@@ -102,7 +108,10 @@ def serve_main(loader: Loader, engine: EngineConfig, server: ServerOptions, more
     if draft is not None:
         find_model(draft)
     load_draft = None if draft is None else replace(loader, model=draft, tokenizer=None, allow_reward=False)
-    main(Path(model).name or model, load=loader, config=engine, load_draft=load_draft, options=server)
+    main(
+        Path(model).name or model, load=loader, config=engine, load_draft=load_draft, options=server,
+        replicas=replicas_of(replication, loader, engine, load_draft),
+    )  # fmt: skip
 
 
 def chat_main(options: ChatOptions) -> int:

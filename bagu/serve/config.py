@@ -140,6 +140,8 @@ class EngineConfig:
     reasoning_parser: Annotated[str, Option("Reasoning in <think> tags: auto, none or think.")] = "auto"
     # the rest is not set by the command line
     device: str | None = None  # where the engine runs: cpu, cuda or auto (a GPU if there is one); None: with the model
+    is_replica: bool = False  # one of several engines: it measures its speed and reports its prefix cache
+    cores: tuple[int, ...] | None = None  # the CPU cores that the engine process may use; None: all
     memory_share: float | None = None  # fraction of the device's memory for this engine alone, beside other engines
     async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
     speculative_always: bool = False  # verify every draft, also where it is measured to lose time

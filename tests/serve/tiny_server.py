@@ -24,6 +24,8 @@ from bagu.errors import BaguError
 from bagu.serve.config import EngineConfig
 from bagu.serve.http import server
 from bagu.serve.http.options import ServerOptions
+from bagu.serve.replicas.make import Replicas
+from bagu.serve.replicas.options import ReplicaOptions
 
 if TYPE_CHECKING:
     import openai
@@ -80,15 +82,19 @@ class Running:
         return self.http.get(path).raise_for_status().json()
 
     def engine_pid(self) -> int:
-        """The engine process: the child of the server that is not the resource tracker."""
+        """The engine process."""
+        return self.engine_pids()[0]
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes, in the order of their start: the children that are not the resource tracker."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         threads = [
             c for t in Path(f"/proc/{self.process.pid}/task").iterdir() for c in (t / "children").read_text().split()
         ]
-        for pid in {*children, *threads}:
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return int(pid)
-        raise AssertionError("the server has no engine process")
+        pids = sorted(map(int, {*children, *threads}))
+        engines = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert engines, "the server has no engine process"
+        return engines
 
     def raw(self, data: bytes) -> socket.socket:
         """Open a connection and send these bytes."""
@@ -189,18 +195,27 @@ if __name__ == "__main__":
     parser.add_argument("--otlp-endpoint")
     parser.add_argument("--index", action="append", default=[])
     parser.add_argument("--files", type=Path)
+    parser.add_argument("--replicas")
+    parser.add_argument("--router", default="finish")
+    parser.add_argument("--min-replicas", type=int)
+    parser.add_argument("--num-blocks", type=int, default=1024)
     given = parser.parse_args()
+    config = EngineConfig(
+        max_num_seqs=given.max_num_seqs, num_blocks=given.num_blocks, max_num_batched_tokens=512,
+        max_model_len=given.max_model_len, tp=given.tp, adapters=tuple(map(tuple, given.adapter)),
+        max_adapters=given.max_adapters, max_adapter_rank=4, adapter_root=given.adapter_root,
+        embeddings=given.embeddings, speculative=given.speculative, speculative_always=True,
+    )  # fmt: skip
+    template = given.template.read_text() if given.template else None
+    loading = partial(load, kind=given.kind, broken=given.broken, template=template)
+    asked = ReplicaOptions(replicas=given.replicas, router=given.router, min_replicas=given.min_replicas)
+    plan = asked.replication(cores=2, gpus=0)
     server.main(
         MODEL,
-        load=partial(
-            load, kind=given.kind, broken=given.broken,
-            template=given.template.read_text() if given.template else None,
-        ),
-        config=EngineConfig(
-            max_num_seqs=given.max_num_seqs, num_blocks=1024, max_num_batched_tokens=512,
-            max_model_len=given.max_model_len, tp=given.tp, adapters=tuple(map(tuple, given.adapter)),
-            max_adapters=given.max_adapters, max_adapter_rank=4, adapter_root=given.adapter_root,
-            embeddings=given.embeddings, speculative=given.speculative, speculative_always=True,
+        load=loading,
+        config=config,
+        replicas=None if plan is None else Replicas(
+            plan.specs(config, sorted(os.sched_getaffinity(0)), lambda device: loading), plan.least, plan.router
         ),
         options=ServerOptions(
             port=0, api_key=given.api_key, api_keys=given.api_keys, open_metrics=given.open_metrics,

@@ -117,10 +117,11 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
 
     async def health(self, request: Request) -> Response:
         """200 if the engine is ready and makes progress; otherwise 503 with the reason."""
-        reason = self.catalog.unhealthy_reason()
+        reason, replicas = self.catalog.unhealthy_reason(), self.catalog.describe()
+        more = {"replicas": replicas} if replicas else {}
         if reason is None:
-            return json_response({"status": "ok"})
-        return json_response({"status": "unhealthy", "reason": reason}, 503)
+            return json_response({"status": "ok", **more})
+        return json_response({"status": "unhealthy", "reason": reason, **more}, 503)
 
     async def metrics_text(self, request: Request) -> Response:
         key = key_of(request)

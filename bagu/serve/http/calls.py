@@ -15,12 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from bagu.serve.http.engine import ServedEngine
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.keys import Keys, KeyUse
 from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.observe.record import RECORD, Observer, RequestRecord
 from bagu.serve.http.pending import PendingCall
-from bagu.serve.http.process import EngineProcess
 from bagu.serve.http.responses import GenerationResponse, to_json
 from bagu.serve.request import Request as EngineRequest
 
@@ -36,7 +36,7 @@ class ClientCall:
     """Requests submitted to the engine for one HTTP call, aborted when the client disconnects."""
 
     def __init__(
-        self, engine: EngineProcess, requests: tuple[EngineRequest, ...], receive: Receive, key: KeyUse | None = None
+        self, engine: ServedEngine, requests: tuple[EngineRequest, ...], receive: Receive, key: KeyUse | None = None
     ) -> None:
         """`key` is charged for the tokens when the call ends."""
         self.pending: PendingCall = engine.submit(requests)

@@ -12,9 +12,9 @@ from starlette.types import Receive
 
 from bagu.serve.config import GenerationDefaults
 from bagu.serve.http.bodies.openai import Job
+from bagu.serve.http.engine import ServedEngine
 from bagu.serve.http.errors import UnknownModel
 from bagu.serve.http.observe.metrics import Metrics, metrics_text
-from bagu.serve.http.process import EngineProcess
 from bagu.serve.wire.messages import Ready
 
 
@@ -28,7 +28,7 @@ class Caller(NamedTuple):
 class Instance:
     """An engine that answers requests. `name` is the model's name in responses."""
 
-    def __init__(self, engine: EngineProcess, name: str, generation: GenerationDefaults) -> None:
+    def __init__(self, engine: ServedEngine, name: str, generation: GenerationDefaults) -> None:
         self.engine, self.name, self.generation = engine, name, generation
         self.uses = 0  # requests that are being prepared for this engine and not yet submitted to it
 
@@ -108,13 +108,17 @@ class Models(Protocol):
         ...
 
     def unhealthy_reason(self) -> str | None: ...
+    def describe(self) -> list[dict[str, Any]]:
+        """The replicas of the only engine, for /health; none if it is one process, and in a repository."""
+        ...
+
     async def metrics_text(self, server: Metrics, more: Sequence[str] = ()) -> str: ...
 
 
 class OneModel:
     """The only model of a server, which may have several names."""
 
-    def __init__(self, engine: EngineProcess, names: Sequence[str], generation: GenerationDefaults) -> None:
+    def __init__(self, engine: ServedEngine, names: Sequence[str], generation: GenerationDefaults) -> None:
         self._names = tuple(names)
         self._served = Instance(engine, self._names[0], generation)
 
@@ -168,6 +172,9 @@ class OneModel:
 
     def unhealthy_reason(self) -> str | None:
         return self._served.engine.unhealthy_reason()
+
+    def describe(self) -> list[dict[str, Any]]:
+        return self._served.engine.describe()
 
     async def metrics_text(self, server: Metrics, more: Sequence[str] = ()) -> str:
         return metrics_text(server, [(self._served.metrics, await self._served.engine.stats())], more)

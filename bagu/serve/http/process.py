@@ -50,12 +50,14 @@ class EngineProcess:
 
     `state` is "loading", then "warming" and "ready"; "restarting" after a crash; "stopped" at shutdown. It is "failed"
     if the engine never became ready; then `on_failure` was called. `failure` is the reason of the last crash. The first
-    process loads with this `niceness`, for the engines that serve meanwhile.
+    process loads with this `niceness`, for the engines that serve meanwhile. `on_message` gets every message but those
+    with tokens, after it was handled.
     """
 
     def __init__(
         self, load: Load, config: EngineConfig, pending: PendingCalls, *, stall_s: float = 60.0,
         on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None, niceness: int = 0,
+        on_message: Callable[[Any], None] = lambda message: None,
     ) -> None:  # fmt: skip
         self.pending, self.stall_s = pending, stall_s
         self.state: Literal["loading", "warming", "ready", "restarting", "failed", "stopped"] = "loading"
@@ -64,7 +66,7 @@ class EngineProcess:
         self.adapters: Mapping[str, AdapterInfo] = {}  # loaded now; after a crash those of the start
         self.pid: int | None = None
         self._load, self._load_draft, self._config, self._on_failure = load, load_draft, config, on_failure
-        self._niceness = niceness
+        self._niceness, self._on_message = niceness, on_message
         self._settled = asyncio.Event()  # the first start has ended: "ready", "failed" or "stopped"
         self._transport: asyncio.WriteTransport | None = None  # to the running process
         self._reported: str | None = None  # the error that the process sent before it ended
@@ -88,7 +90,7 @@ class EngineProcess:
         if self.state != "failed":
             self.state = "stopped"
         self._settled.set()
-        self._send(Stop())
+        self.send(Stop())
         if self._supervisor is not None:
             await asyncio.wait({self._supervisor}, timeout=timeout)
             self._supervisor.cancel()
@@ -101,13 +103,13 @@ class EngineProcess:
     def submit(self, requests: Sequence[Request]) -> PendingCall:
         self.require_ready()
         call = self.pending.open(requests)
-        self._send(Submit(call.requests))
+        self.send(Submit(call.requests))
         return call
 
     def close(self, call: PendingCall) -> None:
         """End a call. Its unfinished requests are aborted; their blocks are free after the current step."""
         if unfinished := self.pending.close(call):
-            self._send(Abort(tuple(unfinished)))
+            self.send(Abort(tuple(unfinished)))
 
     async def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         self.require_ready()
@@ -149,16 +151,20 @@ class EngineProcess:
         age = time.perf_counter() - self.pending.last_message
         return f"the engine's last step was {age:.1f} s ago" if age > self.stall_s else None
 
+    def describe(self) -> list[dict[str, Any]]:
+        """The replicas: none."""
+        return []
+
     async def _call(self, message: Callable[[int], Any]) -> Any:
         """Send `message(number)` and wait for the `Result` of this number."""
         self._next_call += 1
         call, future = self._next_call, asyncio.get_running_loop().create_future()
         self._results[call] = future
-        self._send(message(call))
+        self.send(message(call))
         try:
             return await future
         except asyncio.CancelledError:
-            self._send(Cancel(call))
+            self.send(Cancel(call))
             raise
         finally:
             self._results.pop(call, None)
@@ -197,7 +203,7 @@ class EngineProcess:
         )
         self._transport = transport
         if self.state == "stopped":
-            self._send(Stop())
+            self.send(Stop())
         try:
             await reader.ended
             await asyncio.to_thread(process.join, 5.0)
@@ -208,7 +214,7 @@ class EngineProcess:
             process.join()
         return self._reported or _exit_reason(process.exitcode)
 
-    def _send(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Does not wait for the process to read: the transport buffers the rest if the socket is full. If the process
         has just died, nothing is sent (uvloop raises then): what waits for an answer fails when its end is handled."""
         if self._transport is not None and not self._transport.is_closing():
@@ -233,7 +239,7 @@ class EngineProcess:
                 hint="" if gone else message.hint, code="model_not_found" if gone else None,
             )  # fmt: skip
             if others := self.pending.fail(message.request_id, error):
-                self._send(Abort(tuple(others)))
+                self.send(Abort(tuple(others)))
         elif isinstance(message, Ready):
             self.ready, self.adapters = message, _by_name(message.adapters)
             if self.state != "stopped":
@@ -246,6 +252,7 @@ class EngineProcess:
                 self.state = "warming"
         elif isinstance(message, Failed):
             self._reported = message.reason
+        self._on_message(message)
 
     def _fail_all(self, message: str, *, code: str) -> None:
         def error() -> ApiError:

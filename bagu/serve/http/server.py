@@ -22,8 +22,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.http.keys import Key, Keys, read_keys
 from bagu.serve.http.observe.metrics import Metrics
 from bagu.serve.http.options import ServerOptions
-from bagu.serve.http.pending import PendingCalls
-from bagu.serve.http.process import EngineProcess
+from bagu.serve.replicas.make import Replicas, make_engine
 from bagu.serve.wire.messages import Load
 
 if TYPE_CHECKING:
@@ -39,11 +38,12 @@ def main(
     config: EngineConfig | None = None,
     load_draft: Load | None = None,
     options: ServerOptions | None = None,
+    replicas: Replicas | None = None,
 ) -> None:
     """Run the server until SIGINT or SIGTERM. The URL is printed when the model answers.
 
     `load` returns (model, tokenizer, chat encoder or None); it is pickled and called in the engine process. So is
-    `load_draft`, for the draft model that `config.speculative` names.
+    `load_draft`, for the draft model that `config.speculative` names. With `replicas`, those engines serve.
     """
     options = options or ServerOptions()
     parts = import_server()
@@ -52,14 +52,14 @@ def main(
     if clash := next((name for name, _ in config.adapters if name in names), None):
         raise ArgumentError(f"an adapter has the base model's name {clash!r}", hint="give one of them another name")
     metrics = Metrics(names[0])
-    pending = PendingCalls(config.max_num_seqs + options.max_queue, metrics)
 
     def exit_server() -> None:
         server.stop()
 
-    engine = EngineProcess(
-        load, config, pending, stall_s=options.stall_timeout, on_failure=exit_server, load_draft=load_draft
-    )
+    engine = make_engine(
+        load, config, metrics, max_queue=options.max_queue, stall_s=options.stall_timeout, replicas=replicas,
+        load_draft=load_draft, on_failure=exit_server,
+    )  # fmt: skip
     models = parts.OneModel(engine, names, config.generation)
     server = Server(parts, options, parts.Api, models, metrics)
     server.run(names[0])

@@ -80,6 +80,55 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, count
         keys.append(_key(keys[i - 1] if i else root, tokens[i * block_size : (i + 1) * block_size]))
 
 
+def longest_prefix(
+    groups: Sequence[LayerGroup], block_size: int, columns: int, missing: Callable[[int, range], int | None]
+) -> int:
+    """How many of the first `columns` columns are a prefix that every group has the needed blocks of.
+    `missing(group, at)` is the first of the columns `at` that a group does not have."""
+    before = -1
+    while columns != before:  # shorter with every round: the blocks that a window needs depend on the end
+        before = columns
+        for g, group in enumerate(groups):
+            dead = group.dead(columns * block_size, block_size)
+            miss = missing(g, range(min(dead.start, columns)))
+            if miss is None:
+                miss = _last_miss(missing, g, range(dead.stop, columns), group.window is None)
+            columns = columns if miss is None else miss
+    return columns
+
+
+def _last_miss(missing: Callable[[int, range], int | None], group: int, at: range, whole: bool) -> int | None:
+    """Where a prefix must end because a block of these columns is missing: before the first one if the group needs
+    them all; with a window before the last one, since a shorter prefix needs other blocks."""
+    if whole:
+        return missing(group, at)
+    return next((i for i in reversed(at) if missing(group, range(i, i + 1)) is not None), None)
+
+
+class IndexChanges:
+    """The blocks that entered and left the prefix cache since the last `take`, by group and key."""
+
+    def __init__(self) -> None:
+        self._changes: dict[tuple[int, bytes], bool] = {}  # True: it entered
+        self._cleared = False
+
+    def __bool__(self) -> bool:
+        return bool(self._changes) or self._cleared
+
+    def note(self, group: int, key: bytes, *, entered: bool) -> None:
+        self._changes[group, key] = entered
+
+    def clear(self) -> None:
+        self._changes.clear()
+        self._cleared = True
+
+    def take(self) -> tuple[bool, list[tuple[int, bytes]], list[tuple[int, bytes]]]:
+        """Whether all blocks have left, and after that those that entered and those that left."""
+        changes, cleared = self._changes, self._cleared
+        self._changes, self._cleared = {}, False
+        return cleared, [k for k, entered in changes.items() if entered], [k for k, e in changes.items() if not e]
+
+
 def _key(parent: bytes, tokens: Iterable[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
@@ -103,6 +152,7 @@ class Blocks:
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack, low numbers first: a light load uses few numbers
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.tables: set[Table] = set()
+        self.changes: IndexChanges | None = None  # recorded for a router over several engines (serve/replicas)
 
     @property
     def cached_count(self) -> int:
@@ -134,7 +184,7 @@ class Blocks:
         `keys` caches the keys of these tokens for the caller, so that a second call does not compute them again.
         """
         B, keys = self.block_size, [] if keys is None else keys
-        columns, before = ((len(tokens) if limit is None else limit) // B if self.prefix_cache else 0), -1
+        columns = (len(tokens) if limit is None else limit) // B if self.prefix_cache else 0
         found: list[dict[int, int]] = [{} for _ in self.groups]
 
         def missing(group: int, at: range) -> int | None:
@@ -149,22 +199,8 @@ class Blocks:
                     found[group][i] = block
             return None
 
-        while columns != before:  # shorter with every round: the blocks that a window needs depend on the end
-            before = columns
-            for g, group in enumerate(self.groups):
-                dead = group.dead(columns * B, B)
-                miss = missing(g, range(min(dead.start, columns)))
-                if miss is None:
-                    miss = self._last_miss(missing, g, range(dead.stop, columns), group.window is None)
-                columns = columns if miss is None else miss
+        columns = longest_prefix(self.groups, B, columns, missing)
         return Prefix(columns, [[blocks.get(i, DEAD) for i in range(columns)] for blocks in found])
-
-    def _last_miss(self, missing: Callable[[int, range], int | None], group: int, at: range, whole: bool) -> int | None:
-        """Where a prefix must end because a block of these columns is missing: before the first one if the group needs
-        them all; with a window before the last one, since a shorter prefix needs other blocks."""
-        if whole:
-            return missing(group, at)
-        return next((i for i in reversed(at) if missing(group, range(i, i + 1)) is not None), None)
 
     def fits(self, prefix: Prefix, positions: int) -> bool:
         """Whether a sequence of `positions` positions that begins with this prefix has enough available blocks, token
@@ -246,6 +282,8 @@ class Blocks:
                 # otherwise two sequences computed the same block: the index keeps the first
                 if (g, keys[i]) not in self.index and i not in table.dead[g]:
                     self.index[g, keys[i]] = blocks[i]
+                    if self.changes is not None:
+                        self.changes.note(g, keys[i], entered=True)
                     self.contents[blocks[i]] = Content(g, keys[i], keys[i - 1] if i else root, content)
         table.registered = max(table.registered, count)
 
@@ -272,6 +310,8 @@ class Blocks:
         self.free.extend(self.cached)
         self.cached.clear()
         self.index.clear()
+        if self.changes is not None:
+            self.changes.clear()
         self.contents = [None] * self.num_blocks
 
     def check_integrity(self) -> None:
@@ -321,6 +361,8 @@ class Blocks:
             content = self.contents[block]
             assert content is not None
             del self.index[content.group, content.key]
+            if self.changes is not None:
+                self.changes.note(content.group, content.key, entered=False)
             self.contents[block] = None
         self.refs[block] = 1
         return block

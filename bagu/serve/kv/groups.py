@@ -8,11 +8,14 @@ fewer, and leaves a part of its blocks unused). Gemma 3 with 26 layers, 4 of the
 layers; a model without windows, or with the same one everywhere, has one group.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from bagu.nn.config import ModelConfig
+if TYPE_CHECKING:  # the HTTP server's process does not import torch
+    from bagu.nn.config import ModelConfig
 
 MOST_GROUPS = 8  # about: a group costs the host a table, and a step the slots of its tokens
 

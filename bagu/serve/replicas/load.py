@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from bagu.parallel.unlike.profile import Correction, Step, StepCost
 
+PIECE_S = 0.25  # the correction is updated this often, and when a request ends
+
 
 class Ask(NamedTuple):
     """A request as the router sees it."""
@@ -152,7 +154,7 @@ class ReplicaLoad:
         self._predicted += done
         self._measured += max(0.0, now - self._mark)
         self._mark = now
-        if ended:
+        if ended or self._measured > PIECE_S:
             self.correction.add(self._predicted, self._measured)
             self._predicted = self._measured = 0.0
 

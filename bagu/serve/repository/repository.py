@@ -135,6 +135,9 @@ class Repository:
                 reasons.append(reason)
         return "; ".join(dict.fromkeys(reasons)) or "no model is loaded"
 
+    def describe(self) -> list[dict[str, Any]]:
+        return []
+
     async def metrics_text(self, server: Metrics, more: Sequence[str] = ()) -> str:
         versions = [version for model in self.models.values() for version in model.versions.values()]
         instance = [version.instance for version in versions]

@@ -10,8 +10,7 @@ from bagu.errors import BaguError
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.instances import HasJob, Instance
 from bagu.serve.http.observe.metrics import Metrics
-from bagu.serve.http.pending import PendingCalls
-from bagu.serve.http.process import EngineProcess
+from bagu.serve.replicas.make import Replicas, make_engine
 from bagu.serve.repository.layout import Settings
 from bagu.serve.wire.messages import Load
 
@@ -23,6 +22,7 @@ class Engine(NamedTuple):
 
     load: Load
     config: EngineConfig
+    replicas: Replicas | None = None
 
 
 Prepare = Callable[[Path, Settings, float], Engine]  # of the version in this folder, with this share of the memory
@@ -55,8 +55,10 @@ class Version:
     async def load(self, engine: Engine, share: float, *, max_queue: int, stall_s: float, niceness: int) -> str | None:
         """Start the engine and wait until it is ready; returns the reason if it fails. Cancelling stops it."""
         self.share, self.reason, self._failed, self._draining = share, "", False, False
-        pending = PendingCalls(engine.config.max_num_seqs + max_queue, self.metrics)
-        process = EngineProcess(engine.load, engine.config, pending, stall_s=stall_s, niceness=niceness)
+        process = make_engine(
+            engine.load, engine.config, self.metrics, max_queue=max_queue, stall_s=stall_s, replicas=engine.replicas,
+            niceness=niceness,
+        )  # fmt: skip
         self.instance = Instance(process, self.name, engine.config.generation)
         process.start()
         try:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from bagu.parallel.unlike.profile import StepCost
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import GenerationDefaults
+from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.message.format import finds_reasoning
 from bagu.serve.message.forms import ToolForm, find_form
 from bagu.serve.request import Event, Request
@@ -61,6 +63,10 @@ class UnloadAdapter(NamedTuple):
     name: str
 
 
+class GetIndex(NamedTuple):
+    """Send the keys of all cached blocks: a `CacheChanges` was lost."""
+
+
 class Stop(NamedTuple):
     pass
 
@@ -94,6 +100,17 @@ class Chat(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a router over several engines knows of one: the cost of its steps, and how it caches prefixes."""
+
+    cost: StepCost
+    slots: int  # choices that run at the same time
+    step_tokens: int
+    block_size: int = 1
+    groups: tuple[LayerGroup, ...] = ()  # none: no prefixes are cached
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ready:
     """Sent when the engine is warmed up, with the properties of the model that the server needs."""
 
@@ -108,6 +125,7 @@ class Ready:
     scores: bool = False  # True for a reward model
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that were loaded at the start
     loads_adapters: bool = False  # whether requests may load and unload adapters
+    capacity: Capacity | None = None  # measured if `EngineConfig.is_replica`
 
     @property
     def embeds(self) -> bool:
@@ -163,6 +181,16 @@ class StepEvents(NamedTuple):
 
     events: list[Event]
     first_tokens: Sequence[tuple[float, float]] = ()
+
+
+class CacheChanges(NamedTuple):
+    """The blocks of the prefix cache that changed, by group and key. `cleared`: only those in `entered` are left.
+    Numbers count from 0: a gap is a lost message."""
+
+    number: int
+    cleared: bool
+    entered: Sequence[tuple[int, bytes]]
+    left: Sequence[tuple[int, bytes]]
 
 
 class Accepted(NamedTuple):

@@ -10,6 +10,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.embedding import Encoder, embed, embed_last, score
 from bagu.serve.wire.encode import send, send_step
 from bagu.serve.wire.messages import Cancel, Chat, Embed, GetStats, Ready, Result, StepEvents, Stop
+from bagu.serve.worker.measure import measure_encoder
 from bagu.serve.worker.request_queue import Messages, take_messages
 from bagu.types import Tokenizer
 
@@ -35,7 +36,7 @@ def serve_encoder(
     vocab_size = model.config.vocab_size
     ready = Ready(
         tokenizer=tokenizer, chat=chat, generates=False, scores=model.config.score_head, max_model_len=longest,
-        vocab_size=vocab_size,
+        vocab_size=vocab_size, capacity=measure_encoder(model, encode, config) if config.is_replica else None,
     )  # fmt: skip
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
     send(pipe, ready)

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from bagu.serve.kv.blocks import IndexChanges
 from bagu.serve.request import Event, TokenEvent
 from bagu.serve.wire.encode import send, send_step
 from bagu.serve.wire.messages import (
     Abort,
+    CacheChanges,
+    Capacity,
     Chat,
     Embed,
+    GetIndex,
     GetStats,
     LoadAdapter,
     Ready,
@@ -64,20 +68,26 @@ class EventBuffer:
         self.events, self.sent = [], time.perf_counter()
 
 
-def serve_generation(pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None, warming: WarmUp) -> None:
+def serve_generation(
+    pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None, warming: WarmUp,
+    capacity: Capacity | None = None,
+) -> None:  # fmt: skip
     """Send `Ready`; then handle messages, run steps and send their events, until `Stop`. What `warming` has left runs
-    while there is no request."""
+    while there is no request. With a `capacity`, changes of the prefix cache are sent too."""
     assert engine.tokenizer is not None
     ready = Ready(
         tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
         vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
         tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
         adapters=engine.adapters.infos, loads_adapters=engine.config.adapter_root is not None,
+        capacity=capacity,
     )  # fmt: skip
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
     if engine.config.adapter_slots:
         print(f"bagu serve: {engine.adapters.room()}", file=sys.stderr, flush=True)
     send(pipe, ready)
+    if capacity is not None:
+        engine.blocks.changes = IndexChanges()
     loop = _Loop(pipe, messages, engine, warming)
     try:
         loop.run()
@@ -92,6 +102,7 @@ class _Loop:
         self.requests = RequestQueue(pipe, messages, engine, self.waiting)
         self.adapters = AdapterLoader(pipe, messages, engine)
         self.buffer = EventBuffer(pipe)
+        self.sent_changes = 0
 
     def run(self) -> None:
         engine = self.engine
@@ -110,9 +121,16 @@ class _Loop:
                     self.warming.next()
                 continue
             events = engine.step()
+            self._send_changes()
             first_tokens = _first_tokens(events, self.waiting) if self.waiting else ()
             send_now = bool(first_tokens or self.waiting or engine.scheduler.queues.waiting)
             self.buffer.add(events, first_tokens, send_now=send_now)
+
+    def _send_changes(self) -> None:
+        """Before the events of the step: who reads them may send a request with the same prefix at once."""
+        if changes := self.engine.blocks.changes:
+            send(self.pipe, CacheChanges(self.sent_changes, *changes.take()))
+            self.sent_changes += 1
 
     def _handle(self, message: Any, arrival: float) -> None:
         if isinstance(message, Submit):
@@ -129,6 +147,11 @@ class _Loop:
             self.adapters.install(message)
         elif isinstance(message, UnloadAdapter):
             self.adapters.unload(message)
+        elif isinstance(message, GetIndex):
+            if (changes := self.engine.blocks.changes) is not None:
+                changes.take()
+                send(self.pipe, CacheChanges(self.sent_changes, True, list(self.engine.blocks.index), ()))
+                self.sent_changes += 1
         elif isinstance(message, GetStats):
             send(self.pipe, Result(message.call, self.engine.stats()))
         elif isinstance(message, Embed):

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 def engine_main(ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None, niceness: int) -> None:
     """Run the engine process (run.py)."""
+    if config.cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, config.cores)  # before torch counts them
     if niceness == 0:
         from bagu.serve.worker.run import run
 

@@ -105,6 +105,7 @@ def _prepare(
     from bagu.serve.engine import Engine
     from bagu.serve.speculation.draft_model import DraftSource
     from bagu.serve.warm_up import WarmUp
+    from bagu.serve.worker.measure import measure_engine
 
     draft = None if load_draft is None else DraftSource(*load_draft()[:2])
     engine = Engine(model, tokenizer, config, draft=draft)
@@ -114,9 +115,10 @@ def _prepare(
     warming = WarmUp(engine)
     warming.run(config.warm_up)
     run_prompts(engine, config.warmup_prompts)
+    capacity = measure_engine(engine) if config.is_replica else None
 
     def serve() -> None:
-        serve_generation(pipe, messages, engine, chat, warming)
+        serve_generation(pipe, messages, engine, chat, warming, capacity)
         engine.close()
 
     return serve

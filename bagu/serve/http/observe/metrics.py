@@ -7,7 +7,7 @@ token's time is the arrival of its event from the engine process.
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bagu.serve.stats import EngineStats
@@ -64,6 +64,7 @@ class Metrics:
     finished: Counter[str] = field(default_factory=Counter)  # choices by finish reason
     # by (handler, method, status, version_label)
     http: Counter[tuple[str, str, int, str]] = field(default_factory=Counter)
+    more_lines: Callable[[], Iterable[str]] = tuple  # of an engine that has replicas
 
     def __post_init__(self) -> None:
         self.first_token = Histogram(
@@ -118,6 +119,7 @@ class Metrics:
                 yield from histogram.lines(self.label)
         if engine is not None:
             yield from _gauges(engine, self.label)
+        yield from self.more_lines()
 
     def _counters(self, label: str) -> Iterator[str]:
         reasons = [(f'{label},finished_reason="{r}"', self.finished[r]) for r in ("stop", "length", "abort", "error")]

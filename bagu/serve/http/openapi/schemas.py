@@ -275,13 +275,24 @@ class Detokenized(Schema):
     prompt: str
 
 
+class ReplicaState(Schema):
+    """One of several engines of the model (`bagu serve --replicas`)."""
+
+    replica: int
+    device: str
+    state: Literal["loading", "warming", "ready", "restarting", "failed", "draining", "stopped"]
+    reason: str = ""
+
+
 class Health(Schema):
     status: Literal["ok"]
+    replicas: list[ReplicaState] = []
 
 
 class Unhealthy(Schema):
     status: Literal["unhealthy"]
     reason: str
+    replicas: list[ReplicaState] = []
 
 
 class Version(Schema):

@@ -1,0 +1,99 @@
+"""The index of cached blocks over replicas is that of their pools, whatever they do."""
+
+from __future__ import annotations
+
+from fake_engine import EOS, VOCAB, FakeEngine, ask, engine
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bagu.serve.kv.blocks import IndexChanges
+from bagu.serve.kv.groups import LayerGroup
+from bagu.serve.replicas.index import PrefixIndex
+from bagu.serve.wire.messages import CacheChanges
+
+WINDOWED = (LayerGroup((0,)), LayerGroup((1,), window=6))
+
+
+class Reported:
+    """A replica whose pool reports its changes to an index, as the engine process does."""
+
+    def __init__(self, number: int, index: PrefixIndex, **options: object) -> None:
+        self.number, self.index = number, index
+        self.engine: FakeEngine = engine(num_blocks=12, block_size=4, groups=index.groups, **options)  # type: ignore[arg-type]
+        self.blocks = self.engine.scheduler.blocks
+        self.blocks.changes = self.changes = IndexChanges()
+        self.sent = 0
+
+    def report(self, *, lose: bool = False) -> None:
+        if self.changes:
+            message = CacheChanges(self.sent, *self.changes.take())
+            self.sent += 1
+            if not lose and not self.index.update(self.number, message):
+                self.index.update(self.number, CacheChanges(self.sent, True, list(self.blocks.index), ()))
+                self.sent += 1
+
+
+PROMPTS = st.lists(st.integers(2, 4), min_size=1, max_size=24)  # few tokens: prefixes are shared
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "steps", "reset", "die"]), st.integers(0, 1), PROMPTS, st.booleans()),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(ACTS, PROMPTS, st.sampled_from([WINDOWED[:1], WINDOWED]))
+def test_the_index_equals_the_pools_and_finds_what_they_find(
+    acts: list[tuple[str, int, list[int], bool]], prompt: list[int], groups: tuple[LayerGroup, ...]
+) -> None:
+    """With evictions (12 blocks), emptied caches, dead replicas and lost messages."""
+    assert VOCAB > 4 > EOS
+    index = PrefixIndex(4, groups)
+    replicas = [Reported(number, index) for number in (0, 1)]
+    for i, (act, which, tokens, lose) in enumerate(acts):
+        replica = replicas[which]
+        if act == "ask":
+            replica.engine.scheduler.queues.add(ask(f"r{i}", tokens, max_tokens=3))
+        elif act == "steps":
+            while replica.engine.step():
+                replica.report(lose=lose and replica.sent > 0)
+        elif act == "reset" and not replica.engine.scheduler.queues.has_work:
+            replica.blocks.reset_prefix_cache()
+            replica.report()
+        elif act == "die":
+            index.drop(which)
+            replicas[which] = Reported(which, index)
+    for replica in replicas:
+        while replica.engine.step():
+            pass
+        replica.engine.scheduler.queues.add(ask("last", [2] * 9, max_tokens=2))  # reports after a loss
+        while replica.engine.step():
+            replica.report()
+        replica.report()
+    seen = {r.number: r.sent for r in replicas}
+    for replica in replicas:
+        if seen[replica.number] == index._next.get(replica.number, 0):
+            assert index.held(replica.number) == set(replica.blocks.index)
+            found = index.match(prompt, [0, 1])
+            columns = replica.blocks.match(prompt, limit=len(prompt) - 1).columns
+            assert found.cached[replica.number] == 4 * columns
+
+
+def test_what_a_replica_is_about_to_compute_counts_as_cached() -> None:
+    index = PrefixIndex(4, WINDOWED[:1])
+    prompt = list(range(2, 15))
+    keys = index.match(prompt, [0, 1]).keys
+    index.promise(1, keys)
+    index.promise(1, keys)
+    assert index.match(prompt, [0, 1]).cached == {0: 0, 1: 12}
+    index.fulfil(1, keys)
+    assert index.match(prompt, [0, 1]).cached == {0: 0, 1: 12}
+    index.fulfil(1, keys)
+    assert index.match(prompt, [0, 1]).cached == {0: 0, 1: 0}
+
+
+def test_a_lost_message_is_noticed() -> None:
+    index = PrefixIndex(4, WINDOWED[:1])
+    assert index.update(0, CacheChanges(0, False, [(0, b"a")], []))
+    assert not index.update(0, CacheChanges(2, False, [(0, b"c")], []))
+    assert index.update(0, CacheChanges(3, True, [(0, b"a"), (0, b"b"), (0, b"c")], []))
+    assert index.held(0) == {(0, b"a"), (0, b"b"), (0, b"c")}
