@@ -8,6 +8,7 @@ prefix would find them.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from bagu.serve.kv.blocks import extend_keys, longest_prefix
@@ -74,7 +75,7 @@ class PrefixIndex:
         for r in _bits(left):
             found[r] = columns
         if len(whole) < len(self.groups):  # layers with a window need some blocks only
-            found = {r: longest_prefix(self.groups, B, n, _Missing(self, keys, r)) for r, n in found.items()}
+            found = {r: longest_prefix(self.groups, B, n, partial(self._missing, keys, r)) for r, n in found.items()}
         return Match(keys, {r: n * B for r, n in found.items()})
 
     def promise(self, replica: int, keys: Sequence[bytes]) -> None:
@@ -88,6 +89,10 @@ class PrefixIndex:
             who.remove(replica)
             if not who:
                 del self._promised[key]
+
+    def _missing(self, keys: Sequence[bytes], replica: int, group: int, at: range) -> int | None:
+        """The first of some columns of a prompt that a group of a replica does not have."""
+        return next((i for i in at if not self._holds(group, keys[i]) >> replica & 1), None)
 
     def _holds(self, group: int, key: bytes) -> int:
         bits = self._holders.get((group, key), 0)
@@ -105,17 +110,6 @@ class PrefixIndex:
     def _clear(self, replica: int) -> None:
         for block in self.held(replica):
             self._discard(block, 1 << replica)
-
-
-class _Missing(NamedTuple):
-    """The first of some columns of a prompt that a group of a replica does not have."""
-
-    index: PrefixIndex
-    keys: Sequence[bytes]
-    replica: int
-
-    def __call__(self, group: int, at: range) -> int | None:
-        return next((i for i in at if not self.index._holds(group, self.keys[i]) >> self.replica & 1), None)
 
 
 def _bits(bits: int) -> list[int]:
