@@ -60,7 +60,7 @@ class Softmax(nn.Module):
     ) -> torch.Tensor:
         """Attention to the blocks that each query chooses."""
         means, tables = packed_means(k, cu_seqlens, max_len, of.size)
-        blocks = ops.choose_blocks(
+        blocks, _ = ops.choose_blocks(
             q.detach(), means, tables, cu_seqlens, cu_seqlens.diff(), max_len, max_len, size=of.size, top=of.top,
             near=of.near, dense_below=of.dense_below,
         )  # fmt: skip

@@ -18,7 +18,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[
     """The chosen blocks, out and lse of packed texts of these lengths."""
     cu, longest = torch.tensor([0, *lengths], device=q.device).cumsum(0).to(torch.int32), max(lengths)
     means, tables = packed_means(k, cu, longest, CHOICE["size"])
-    blocks = ops.choose_blocks(q, means, tables, cu, cu.diff(), longest, longest, top=TOP, **CHOICE)
+    blocks, _ = ops.choose_blocks(q, means, tables, cu, cu.diff(), longest, longest, top=TOP, **CHOICE)
     return blocks, *ops.block_attention(q, k, v, blocks, cu, longest, **CHOICE)
 
 

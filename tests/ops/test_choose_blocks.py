@@ -14,8 +14,17 @@ plans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, m
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(plan=plans, size=st.integers(1, 7), top=st.integers(0, 9), near=st.integers(0, 4), dense=st.integers(0, 4))
-def test_any_sizes_and_ties(plan: list[tuple[int, int]], size: int, top: int, near: int, dense: int) -> None:
+@given(
+    plan=plans,
+    size=st.integers(1, 7),
+    top=st.integers(0, 9),
+    near=st.integers(0, 4),
+    dense=st.integers(0, 4),
+    pages=st.booleans(),
+)
+def test_any_sizes_and_ties(
+    plan: list[tuple[int, int]], size: int, top: int, near: int, dense: int, pages: bool
+) -> None:
     contexts = [past + new for past, new in plan]
     columns = max(1, *(-(-c // size) for c in contexts))
     random = torch.Generator().manual_seed(sum(contexts) + 31 * size + top)
@@ -25,12 +34,13 @@ def test_any_sizes_and_ties(plan: list[tuple[int, int]], size: int, top: int, ne
     offsets = torch.tensor([0, *(new for _, new in plan)]).cumsum(0).to(torch.int32)
     lengths = torch.tensor(contexts, dtype=torch.int32)
     longest = max(1, *contexts), max(new for _, new in plan)
-    a = Args(q, means, tables, offsets, lengths, longest[1], longest[0], size, top, near, dense * size)
+    a = Args(q, means, tables, offsets, lengths, longest[1], longest[0], size, top, near, dense * size, pages)
     got = ops.choose_blocks(
         q, means, tables, offsets, lengths, longest[1], longest[0], size=size, top=top, near=near,
-        dense_below=dense * size, backend="torch",
+        dense_below=dense * size, pages=pages, backend="torch",
     )  # fmt: skip
-    assert torch.equal(got.double(), reference(a))
+    for mine, want in zip(got, reference(a), strict=True):
+        assert torch.equal(mine.double(), want)
 
 
 def test_a_token_chooses_the_same_in_a_text_and_alone() -> None:
@@ -41,11 +51,11 @@ def test_a_token_chooses_the_same_in_a_text_and_alone() -> None:
     means, tables = packed_means(k, cu, T, size)
     choice = {"size": size, "top": 3, "near": 1, "dense_below": 8}
     with ops.invariant():
-        whole = ops.choose_blocks(q, means, tables, cu, cu.diff(), T, T, **choice)
+        whole, lengths = ops.choose_blocks(q, means, tables, cu, cu.diff(), T, T, **choice)
         for t in (7, 8, 31, 32, 60, 89):
             one = torch.tensor([0, 1], dtype=torch.int32)
-            alone = ops.choose_blocks(q[t : t + 1], means, tables, one, one[1:] * (t + 1), 1, T, **choice)
-            assert torch.equal(alone[0], whole[t])
+            alone, length = ops.choose_blocks(q[t : t + 1], means, tables, one, one[1:] * (t + 1), 1, T, **choice)
+            assert torch.equal(alone[0], whole[t]) and torch.equal(length[0], lengths[t])
 
 
 def test_attention_to_all_blocks_is_attention() -> None:
@@ -54,7 +64,7 @@ def test_attention_to_all_blocks_is_attention() -> None:
     q, k, v = (torch.randn(T, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2))
     means, tables = packed_means(k, cu, max(lengths), size)
     sizes = (cu, cu.diff(), max(lengths), max(lengths))
-    blocks = ops.choose_blocks(q, means, tables, *sizes, size=size, top=99, near=0, dense_below=0)
+    blocks, _ = ops.choose_blocks(q, means, tables, *sizes, size=size, top=99, near=0, dense_below=0)
     out, lse = ops.block_attention(q, k, v, blocks, cu, max(lengths), size=size, near=0, dense_below=0)
     want, want_lse = ops.attention(q, k, v, cu, max(lengths))
     torch.testing.assert_close((out, lse), (want, want_lse))

@@ -19,17 +19,20 @@ def choose_blocks(
     top: int,
     near: int,
     dense_below: int,
+    pages: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
-    """blocks[T, G, K]: for each of the new tokens q[T, H, D] and each key head the numbers of the blocks of its
-    sequence that it attends to, ascending, then -1.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(blocks[T, G, K], lengths[T, G]): for each of the new tokens q[T, H, D] and each key head the numbers of the
+    blocks of its sequence that it attends to, ascending, then -1; and how many keys it sees in them.
 
     means[N, G, D] are the mean keys of full blocks; block j of sequence s is means[block_tables[s, j]]. Chosen are the
     token's own block, the `near` ones before it, the first, and the `top` others whose mean key has the largest product
-    with the sum of the queries of the key head. A token before position `dense_below` attends to all blocks. The other
-    arguments are as in `paged_attention`. There are no gradients.
+    with the sum of the queries of the key head. A token before position `dense_below` attends to all blocks. With `pages`
+    the result has the blocks' numbers in `means` (a table for `paged_attention`). The other arguments are as there. There
+    are no gradients.
     """
     return call(
         SPEC, backend, q=q, means=means, block_tables=block_tables, cu_seqlens=cu_seqlens, context_lens=context_lens,
         max_len=max_len, max_context=max_context, size=size, top=top, near=near, dense_below=dense_below,
+        pages=pages,
     )  # fmt: skip

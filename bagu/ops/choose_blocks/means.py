@@ -7,7 +7,7 @@ from bagu.ops.contract.signature import accumulator
 
 def block_means(keys: torch.Tensor) -> torch.Tensor:
     """The means [B, G, D] of full blocks of keys [B, size, G, D], in their dtype."""
-    return (keys.to(accumulator(keys.dtype)).sum(1) / keys.shape[1]).to(keys.dtype)
+    return (keys.sum(1, dtype=accumulator(keys.dtype)) / keys.shape[1]).to(keys.dtype)
 
 
 def packed_blocks(T: int, cu_seqlens: torch.Tensor, max_len: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

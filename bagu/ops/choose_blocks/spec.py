@@ -6,7 +6,8 @@ A query at position p of its sequence s is in block b = p // size. If p < dense_
 Otherwise to its own block, the `near` blocks before it, block 0, and, of the blocks between 0 and these, to the `top`
 with the largest scores; of equal scores the earlier block is chosen. blocks[i, g] has their numbers j in ascending
 order, the own block last, then -1. The own block is never scored: its mean would contain later keys. A query's choice
-depends on itself and on full blocks before it alone, so it is the same in training, prefill and decode.
+depends on itself and on full blocks before it alone, so it is the same in training, prefill and decode. lengths[i, g]
+is the number of keys in them, up to the query's own. With `pages` the numbers are block_tables[s, j] instead of j.
 
 The new tokens of sequence s are q[cu_seqlens[s] : cu_seqlens[s + 1]], the last of its context_lens[s] positions, as in
 `paged_attention`. means[n] is the mean key of block n. There are no gradients.
@@ -42,6 +43,7 @@ class Args(NamedTuple):
     top: int
     near: int
     dense_below: int
+    pages: bool
 
 
 def num_chosen(size: int, top: int, near: int, dense_below: int, max_context: int) -> int:
@@ -49,13 +51,14 @@ def num_chosen(size: int, top: int, near: int, dense_below: int, max_context: in
     return min(max(2 + near + top, -(-dense_below // size)), -(-max_context // size))
 
 
-def reference(a: Args) -> torch.Tensor:
+def reference(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, one query and group after another."""
     T, H, D = a.q.shape
     G = a.means.shape[1]
     q = a.q.reshape(T, G, H // G, D).sum(2)
     K = num_chosen(a.size, a.top, a.near, a.dense_below, a.max_context)
     blocks = torch.full((T, G, K), -1.0, dtype=torch.float64)
+    lengths = torch.zeros(T, G, dtype=torch.float64)
     for s, (begin, end) in enumerate(pairwise(a.cu_seqlens.tolist())):
         for i in range(begin, end):
             place = int(a.context_lens[s]) - end + i
@@ -67,8 +70,10 @@ def reference(a: Args) -> torch.Tensor:
                     score = {j: float(q[i, g] @ a.means[int(a.block_tables[s, j]), g]) for j in between}
                     best = sorted(between, key=lambda j: (-score[j], j))[: a.top]
                     chosen = {0, *best, *range(max(own - a.near, 0), own + 1)}
-                blocks[i, g, : len(chosen)] = torch.tensor(sorted(chosen), dtype=torch.float64)
-    return blocks
+                listed = torch.tensor(sorted(chosen))
+                blocks[i, g, : len(chosen)] = (a.block_tables[s, listed] if a.pages else listed).double()
+                lengths[i, g] = (len(chosen) - 1) * a.size + place % a.size + 1
+    return blocks, lengths
 
 
 def inputs(case: Case, streams: Streams) -> dict[str, Any]:
@@ -99,6 +104,7 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "top": case.get("top", 2),
         "near": case.get("near", 1),
         "dense_below": case.get("dense_below", 0),
+        "pages": case.get("pages", False),
     }
 
 
@@ -135,7 +141,7 @@ def cost(dims: Mapping[str, int], itemsize: int) -> Cost:
     """Every mean of a sequence is read once, and multiplied with every query."""
     T, H, G, D, S, K = (dims[n] for n in ("T", "H", "G", "D", "S", "K"))
     blocks = -(-dims["max_context"] // dims["size"])
-    moved = (T * H + S * blocks * G) * D * itemsize + 4 * T * G * K + 4 * S * blocks
+    moved = (T * H + S * blocks * G) * D * itemsize + 4 * T * G * (K + 1) + 4 * S * blocks
     return Cost(flops=2 * T * G * D * blocks, bytes=moved)
 
 
@@ -153,6 +159,7 @@ CASES = [
     Case("no_tokens", "there is no new token, and nothing is launched", plan=((9, 0), (0, 0)), H=2, D=8),
     Case("slack", "max_context is not reached, large blocks", plan=((140, 1), (90, 2)), H=2, D=8, size=16, slack=1),
     Case("ragged", "no size is a power of two", plan=((50, 3), (7, 1), (0, 23)), H=6, G=3, D=11, size=3, top=3, near=2),
+    Case("pages", "numbers of the pool, as the engine asks for", plan=MIXED, H=4, G=2, D=8, pages=True),
     Case("wide", "many more blocks than are chosen", plan=((500, 2), (300, 70)), H=2, D=8, top=7, near=2),
 ]
 BENCH = [
@@ -167,7 +174,8 @@ BENCH = [
 SPEC = OpSpec(
     name="choose_blocks",
     signature="q[T, H, D], means[N, G, D]: float, block_tables[S, W]: i32, cu_seqlens[S1]: i32, context_lens[S]: i32,"
-    " max_len: int, max_context: int, size: int, top: int, near: int, dense_below: int -> blocks[T, G, K]: i32",
+    " max_len: int, max_context: int, size: int, top: int, near: int, dense_below: int, pages: bool"
+    " -> blocks[T, G, K]: i32, lengths[T, G]: i32",
     args=Args,
     reference=reference,
     inputs=inputs,

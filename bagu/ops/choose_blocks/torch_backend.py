@@ -17,7 +17,7 @@ PIECE = 256
 
 
 @torch.no_grad()
-def forward(a: Args, *, rows_alone: bool = False) -> tuple[torch.Tensor]:
+def forward(a: Args, *, rows_alone: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     (T, H, D), G = a.q.shape, a.means.shape[1]
     K, dtype = num_chosen(a.size, a.top, a.near, a.dense_below, a.max_context), accumulator(a.q.dtype)
     q = a.q.reshape(T, G, H // G, D).to(dtype).sum(2)
@@ -27,11 +27,12 @@ def forward(a: Args, *, rows_alone: bool = False) -> tuple[torch.Tensor]:
     places = a.context_lens[owner] - a.cu_seqlens[owner + 1] + torch.arange(T, device=q.device, dtype=torch.int32)
     if len(a.context_lens) == T and a.max_len == 1:
         rows = a.block_tables[owner, :columns].clamp(min=0, max=len(a.means) - 1).long()
-        return (_choose(a, _scores(q, a.means[rows].to(dtype), rows_alone), places, K),)
+        return _numbers(a, _choose(a, _scores(q, a.means[rows].to(dtype), rows_alone), places, K), owner, places)
     if not eager.plain(a.q):  # traced: no loop over values
         rows = a.block_tables[:, :columns].clamp(min=0, max=len(a.means) - 1).long()
         scores = torch.einsum("tgd,sbgd->tsgb", q, a.means[rows].to(dtype))
-        return (_choose(a, scores[torch.arange(T, device=q.device), owner], places, K),)
+        found = _choose(a, scores[torch.arange(T, device=q.device), owner], places, K)
+        return _numbers(a, found, owner, places)
     found = a.q.new_empty(T, G, K, dtype=torch.int32)
     offsets = a.cu_seqlens.tolist()
     for s, length in enumerate(a.context_lens.tolist()):
@@ -42,11 +43,22 @@ def forward(a: Args, *, rows_alone: bool = False) -> tuple[torch.Tensor]:
             scores = _scores(q[own], means.unsqueeze(0), rows_alone)
             scores = torch.nn.functional.pad(scores, (0, columns - len(full)))
             found[own] = _choose(a, scores, places[own], K)
-    return (found,)
+    return _numbers(a, found, owner, places)
 
 
-def invariant_forward(a: Args) -> tuple[torch.Tensor]:
+def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     return forward(a, rows_alone=True)
+
+
+def _numbers(
+    a: Args, blocks: torch.Tensor, owner: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of the op from the chosen blocks of tokens at `places` of the sequences `owner`."""
+    there = blocks >= 0
+    lengths = (there.sum(-1) - 1) * a.size + (places % a.size + 1).unsqueeze(1)
+    if a.pages:
+        blocks = torch.where(there, a.block_tables[owner.view(-1, 1, 1), blocks.clamp(min=0).long()], -1)
+    return blocks, lengths.to(torch.int32)
 
 
 def _scores(q: torch.Tensor, means: torch.Tensor, rows_alone: bool) -> torch.Tensor:

@@ -243,9 +243,8 @@ class PagedKV:
             )
             outs = [
                 attend_chosen(
-                    q[p.tokens], keys, values, means, p.block_tables[g], p.cu_seqlens, p.context_lens,
-                    b.positions[p.tokens], p.max_len, p.max_context, self.choice, scores.scale,
-                    (key_scales, value_scales),
+                    q[p.tokens], keys, values, means, p.block_tables[g], p.cu_seqlens, p.context_lens, p.max_len,
+                    p.max_context, self.choice, scores.scale, (key_scales, value_scales),
                 )
                 for p in self.parts
             ]  # fmt: skip

@@ -34,20 +34,18 @@ def owners(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:
 
 def attend_chosen(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor, tables: torch.Tensor,
-    cu_seqlens: torch.Tensor, context_lens: torch.Tensor, positions: torch.Tensor, max_len: int, max_context: int,
-    choice: BlockChoice, scale: float, scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    cu_seqlens: torch.Tensor, context_lens: torch.Tensor, max_len: int, max_context: int, choice: BlockChoice,
+    scale: float, scales: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:  # fmt: skip
-    """The attention [t, H, E] of the new tokens q[t, H, D] at `positions` to the pages that they choose."""
+    """The attention [t, H, E] of the new tokens q[t, H, D] to the pages that they choose."""
     (t, H, _), (B, G) = q.shape, keys.shape[1:3]
-    blocks = ops.choose_blocks(
+    pages, lengths = ops.choose_blocks(
         q, means, tables, cu_seqlens, context_lens, max_len, max_context, size=choice.size, top=choice.top,
-        near=choice.near, dense_below=choice.dense_below,
+        near=choice.near, dense_below=choice.dense_below, pages=True,
     )  # fmt: skip
-    lengths = ((blocks >= 0).sum(-1) - 1) * B + (positions % B + 1).unsqueeze(1)  # [t, G]
-    pages = tables[owners(cu_seqlens, t).view(-1, 1, 1), blocks.clamp(min=0)]  # [t, G, K]
-    K, lengths = blocks.shape[-1], lengths.to(torch.int32)
+    K = pages.shape[-1]
     if q.is_cuda and scales[0] is None:  # one launch: page p of key head g begins at row p * B * G + g of D features
-        rows = (pages * (B * G) + torch.arange(G, device=q.device, dtype=pages.dtype).view(1, -1, 1)).flatten(0, 1)
+        rows = torch.arange(G, device=q.device, dtype=pages.dtype).view(-1, 1).add(pages, alpha=B * G).flatten(0, 1)
         one = torch.arange(t * G + 1, device=q.device, dtype=torch.int32)
         own = q.reshape(t * G, H // G, q.shape[-1])
         out, _ = ops.paged_attention(
