@@ -95,7 +95,7 @@ class Sampled(Body):
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop: Annotated[
-        Word | Annotated[list[Word], Field(max_length=16)] | None,
+        Word | Annotated[list[Word], Field(fail_fast=True, max_length=16)] | None,
         Field(description="a non-empty string, or a list of up to 16 of them"),
     ] = None
     seed: INT64 | None = None

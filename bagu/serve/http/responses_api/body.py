@@ -59,6 +59,9 @@ class TextOptions(Body):
         return {"format": self.format.model_dump(mode="json", exclude_unset=True)}
 
 
+Included = Literal["file_search_call.results", "reasoning.encrypted_content"]
+
+
 class ResponsesBody(Sampled):
     unsupported: ClassVar[fields.Fields] = fields.RESPONSES
     input: Annotated[
@@ -78,7 +81,7 @@ class ResponsesBody(Sampled):
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Metadata | None = None
-    include: list[Literal["file_search_call.results", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
 
     @property
     def file_search(self) -> FileSearchTool | None:
