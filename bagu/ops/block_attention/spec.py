@@ -182,5 +182,7 @@ SPEC = OpSpec(
     nonempty=("D", "K"),
     independent=("G",),
     wide_loads=False,  # rows are gathered
+    # measured: far_backward of 128 queries takes 1.50 ms with these spills, 1.82 or more with tiles that spill less
+    spills={"far_backward": 60, "far_forward": 8, "first_backward": 8},
     cases=[*CASES, *BENCH],
 )
