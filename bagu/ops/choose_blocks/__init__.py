@@ -27,9 +27,9 @@ def choose_blocks(
 
     means[N, G, D] are the mean keys of full blocks; block j of sequence s is means[block_tables[s, j]]. Chosen are the
     token's own block, the `near` ones before it, the first, and the `top` others whose mean key has the largest product
-    with the sum of the queries of the key head. A token before position `dense_below` attends to all blocks. With `pages`
-    the result has the blocks' numbers in `means` (a table for `paged_attention`). The other arguments are as there. There
-    are no gradients.
+    with the sum of the queries of the key head. A token before position `dense_below` attends to all blocks. With
+    `pages` the result has the blocks' numbers in `means`: a table for `paged_attention`. The other arguments are as
+    there. There are no gradients.
     """
     return call(
         SPEC, backend, q=q, means=means, block_tables=block_tables, cu_seqlens=cu_seqlens, context_lens=context_lens,

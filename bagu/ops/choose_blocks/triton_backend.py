@@ -15,7 +15,8 @@ import triton.language as tl
 
 from bagu.ops.choose_blocks.spec import Args, num_chosen
 from bagu.ops.contract.signature import accumulator
-from bagu.ops.kernels.launch import next_power_of_2, triton_acc
+from bagu.ops.kernels.early import start
+from bagu.ops.kernels.launch import next_power_of_2, starts_early, triton_acc
 from bagu.ops.paged_attention.paged_kernels import sequence_of
 
 ROOM = 1 << 28  # scores in memory at one time: 1 GiB
@@ -28,8 +29,9 @@ def score_kernel(
     q_ptr, means_ptr, tables_ptr, cu_ptr, lengths_ptr, scores_ptr, places_ptr, sequences, first, end, G, per_group,
     size, columns, q_stride, q_head_stride, mean_stride, mean_head_stride, table_stride,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DW: tl.constexpr, WIDTH: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     tile, g, at = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * N
     s = sequence_of(cu_ptr, tile, sequences, M)
     begin, stop = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
@@ -59,8 +61,9 @@ def score_kernel(
 @triton.jit(do_not_specialize=["G", "size", "top", "near", "dense_below"])
 def select_kernel(
     scores_ptr, places_ptr, tables_ptr, out_ptr, lengths_ptr, G, size, top, near, dense_below, table_stride,
-    K: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, PAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     place, s = tl.load(places_ptr + row // G * 2), tl.load(places_ptr + row // G * 2 + 1)
     own, j = place // size, tl.arange(0, WIDTH)
@@ -107,6 +110,7 @@ def forward(a: Args, *, pieces: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     tables, cu, lengths = a.block_tables.contiguous(), a.cu_seqlens.contiguous(), a.context_lens.contiguous()
     columns, acc = -(-a.max_context // a.size), accumulator(q.dtype)
     width = max(next_power_of_2(columns), 16)
+    early = starts_early(q.device, rows=T)
     piece = triton.cdiv(T, max(pieces, triton.cdiv(T * G * width, ROOM)))
     for first in range(0, T, piece):
         count = min(piece, T - first)
@@ -116,11 +120,12 @@ def forward(a: Args, *, pieces: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
             q, means, tables, cu, lengths, scores, places, S, first, first + count, G, H // G, a.size, columns,
             q.stride(0), q.stride(1), means.stride(0), means.stride(1), tables.stride(0), D=D, M=TOKENS, N=BLOCKS,
             DW=max(next_power_of_2(D), 16), WIDTH=width, ACC=triton_acc(acc),
-            PRECISION="ieee" if acc == torch.float64 else "tf32x3",
+            PRECISION="ieee" if acc == torch.float64 else "tf32x3", EARLY=early, launch_pdl=early,
         )  # fmt: skip
         select_kernel[(count * G,)](
             scores, places, tables, out[first:], found[first:], G, a.size, a.top, a.near, a.dense_below,
-            tables.stride(0), K=K, WIDTH=width, PAGES=a.pages, num_warps=max(1, min(4, width // 512)),
+            tables.stride(0), K=K, WIDTH=width, PAGES=a.pages, EARLY=early,
+            num_warps=max(1, min(8, width // (256 if early else 512))), launch_pdl=early,
         )  # fmt: skip
     return out, found
 

@@ -238,13 +238,14 @@ class PagedKV:
                 for p in self.parts
             ]  # fmt: skip
         elif self.choice is not None and means is not None:
-            write_means(
-                means, keys, key_scales, b.slots[g] // self.block_size if self.filled is None else self.filled[g]
-            )
+            if layer == self.groups[g].layers[0]:  # once a forward, and in the CUDA graph if one is captured
+                self.pages = b.slots[g] // self.block_size if self.filled is None else self.filled[g]
+                self.count = torch.arange(len(q) * keys.shape[2] + 1, device=q.device, dtype=torch.int32)
+            write_means(means, keys, key_scales, self.pages)
             outs = [
                 attend_chosen(
                     q[p.tokens], keys, values, means, p.block_tables[g], p.cu_seqlens, p.context_lens, p.max_len,
-                    p.max_context, self.choice, scores.scale, (key_scales, value_scales),
+                    p.max_context, self.count, self.choice, scores.scale, (key_scales, value_scales),
                 )
                 for p in self.parts
             ]  # fmt: skip

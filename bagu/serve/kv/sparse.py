@@ -20,7 +20,7 @@ from bagu.ops.choose_blocks.means import block_means
 
 def write_means(means: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor) -> None:
     """Write the mean keys of these pages. The mean of a page that is not full is not read."""
-    own = keys[pages]
+    own = keys.index_select(0, pages)
     if scales is not None:
         own = own.to(scales.dtype) * scales[pages].unsqueeze(-1)
     means.index_copy_(0, pages, block_means(own.to(means.dtype)))
@@ -34,10 +34,11 @@ def owners(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:
 
 def attend_chosen(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor, tables: torch.Tensor,
-    cu_seqlens: torch.Tensor, context_lens: torch.Tensor, max_len: int, max_context: int, choice: BlockChoice,
-    scale: float, scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    cu_seqlens: torch.Tensor, context_lens: torch.Tensor, max_len: int, max_context: int, count: torch.Tensor,
+    choice: BlockChoice, scale: float, scales: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:  # fmt: skip
-    """The attention [t, H, E] of the new tokens q[t, H, D] to the pages that they choose."""
+    """The attention [t, H, E] of the new tokens q[t, H, D] to the pages that they choose. `count` has the int32 numbers
+    0, 1, … to t * G or more."""
     (t, H, _), (B, G) = q.shape, keys.shape[1:3]
     pages, lengths = ops.choose_blocks(
         q, means, tables, cu_seqlens, context_lens, max_len, max_context, size=choice.size, top=choice.top,
@@ -45,19 +46,26 @@ def attend_chosen(
     )  # fmt: skip
     K = pages.shape[-1]
     if q.is_cuda and scales[0] is None:  # one launch: page p of key head g begins at row p * B * G + g of D features
-        rows = torch.arange(G, device=q.device, dtype=pages.dtype).view(-1, 1).add(pages, alpha=B * G).flatten(0, 1)
-        one = torch.arange(t * G + 1, device=q.device, dtype=torch.int32)
+        rows = count[:G].view(-1, 1).add(pages, alpha=B * G).flatten(0, 1)
         own = q.reshape(t * G, H // G, q.shape[-1])
         out, _ = ops.paged_attention(
-            own, _head_pages(keys), _head_pages(values), rows, one, lengths.flatten(), 1, K * B, scale=scale
+            own,
+            _head_pages(keys),
+            _head_pages(values),
+            rows,
+            count[: t * G + 1],
+            lengths.flatten(),
+            1,
+            K * B,
+            scale=scale,
         )
         return out.reshape(t, H, values.shape[-1])
-    one, outs = torch.arange(t + 1, device=q.device, dtype=torch.int32), []
+    outs = []
     for g in range(G):
         head = slice(g, g + 1)
         k_scale, v_scale = (None if s is None else s[:, :, head] for s in scales)
         out, _ = ops.paged_attention(
-            q[:, g * (H // G) : (g + 1) * (H // G)], keys[:, :, head], values[:, :, head], pages[:, g], one,
+            q[:, g * (H // G) : (g + 1) * (H // G)], keys[:, :, head], values[:, :, head], pages[:, g], count[: t + 1],
             lengths[:, g].contiguous(), 1, K * B, scale=scale, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         outs.append(out)
