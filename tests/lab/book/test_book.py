@@ -161,10 +161,16 @@ def test_links_of_documents_go_to_pages_of_the_book() -> None:
 
 
 def test_styles_of_a_plot_become_attributes() -> None:
-    text = """<text id="a" style="font: 8px 'X'; fill: #2b2f36">t</text>"""
+    text = """<text id="a" style="font: 8px 'X'; fill: #2b2f36">t</text><use href="#a" x="1.23456" id="b"/><!-- c -->"""
     svg = f'<svg width="9pt" viewBox="0 0 9 9"><style>*{{}}</style>{text}</svg>'
     found = inline(svg, prefix="p")
-    assert 'font-size="8px" fill="var(--plot-ink)"' in found and "style" not in found and 'id="p-a"' in found
+    assert 'font-size="8px" fill="var(--plot-ink)"' in found and "style" not in found
+    assert (
+        'id="p-a"' in found
+        and '<use href="#p-a" x="1.23" />' in found
+        and "p-b" not in found
+        and "c" not in found[-20:]
+    )
 
 
 @pytest.fixture(scope="module")
