@@ -193,6 +193,7 @@ class ServeBench:
     inputs: Annotated[Lengths | None, INPUTS] = None
     outputs: Annotated[Lengths | None, OUTPUTS] = None
     shared_prefix: Annotated[int, SHARED_PREFIX] = 0
+    prefix_groups: Annotated[int, Option("Number of different shared prefixes; a prompt has one of them.")] = 1
     max_concurrency: Annotated[int | None, Option("Maximum requests in flight. Default: 8.")] = None
     request_rate: Annotated[float | None, RATE] = None
     trace: Annotated[

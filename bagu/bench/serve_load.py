@@ -40,6 +40,7 @@ class Load:
     inputs: Lengths | None = None
     outputs: Lengths | None = None
     shared_prefix: int = 0
+    prefix_groups: int = 1  # different shared prefixes
     max_concurrency: int | None = None
     request_rate: float = math.inf
     trace: Trace | None = None
@@ -187,7 +188,8 @@ def run_load(target: Target, load: Load) -> tuple[dict[str, Any], list[Answer]]:
 def _requests(target: Target, load: Load) -> tuple[Workload, Workload, list[float], dict[str, Any]]:
     """The requests of the load and of the warm-up, the arrival times, and the fields that describe them."""
     asked: dict[str, Any] = {
-        "shared_prefix": load.shared_prefix, "request_rate": load.request_rate if load.is_poisson else "inf",
+        "shared_prefix": load.shared_prefix, "prefix_groups": load.prefix_groups,
+        "request_rate": load.request_rate if load.is_poisson else "inf",
         "max_concurrency": load.concurrency, "temperature": load.temperature, "seed": load.seed,
         "warmups": load.warmups, "goodput": dict(load.goodput) or None, "prompts_are": "text" if target.ids is None
         else "token ids",
@@ -201,7 +203,10 @@ def _requests(target: Target, load: Load) -> tuple[Workload, Workload, list[floa
     else:
         count = load.requests or REQUESTS
         lengths = fitting(load.inputs, load.outputs, longest=target.longest, shared_prefix=load.shared_prefix)
-        work = random_workload(count, *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, seed=load.seed)
+        work = random_workload(
+            count, *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, prefix_groups=load.prefix_groups,
+            seed=load.seed,
+        )  # fmt: skip
         when = arrivals(count, load.request_rate, load.seed)
     warmup = random_workload(
         max(1, load.warmups), *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, seed=load.seed + 1

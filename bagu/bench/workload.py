@@ -78,14 +78,15 @@ def random_workload(
     *,
     tokens: Sequence[int] | int,
     shared_prefix: int = 0,
+    prefix_groups: int = 1,
     seed: int = 0,
 ) -> Workload:
-    """`tokens` is the vocabulary size, or the ids to draw from. Each prompt starts with the same `shared_prefix`
-    tokens."""
-    if requests < 1 or shared_prefix < 0:
+    """`tokens` is the vocabulary size, or the ids to draw from. Each prompt starts with the `shared_prefix` tokens of
+    its group, which is drawn."""
+    if requests < 1 or shared_prefix < 0 or prefix_groups < 1:
         raise ArgumentError(
-            f"{requests} requests with a shared prefix of {shared_prefix} tokens",
-            hint="use 1 request or more, and a prefix of 0 or more",
+            f"{requests} requests with {prefix_groups} shared prefixes of {shared_prefix} tokens",
+            hint="use 1 request or more, 1 group or more, and a prefix of 0 or more",
         )
     ids = range(tokens) if isinstance(tokens, int) else tokens
     draw = random.Random(seed)
@@ -96,8 +97,8 @@ def random_workload(
 
     prompts = [text(draw.randint(inputs.low, inputs.high)) for _ in range(requests)]
     lengths = tuple(draw.randint(outputs.low, outputs.high) for _ in range(requests))
-    prefix = text(shared_prefix)
-    return Workload(prompts=tuple((*prefix, *p) for p in prompts), max_tokens=lengths)
+    prefixes = [text(shared_prefix) for _ in range(prefix_groups)]
+    return Workload(prompts=tuple((*draw.choice(prefixes), *p) for p in prompts), max_tokens=lengths)
 
 
 def streams_workload(streams: int, prompt: int, new: int, *, tokens: int, seed: int = 0) -> Workload:

@@ -184,7 +184,10 @@ def bench_eval(given: EvalBench, setting: BenchSetting) -> None:
 @bench.command("serve")
 @takes(
     ServeBench,
-    groups={"Load": "inputs outputs shared_prefix trace trace_speed warmups seed", "Limits": "ttft tpot itl e2el"},
+    groups={
+        "Load": "inputs outputs shared_prefix prefix_groups trace trace_speed warmups seed",
+        "Limits": "ttft tpot itl e2el",
+    },
 )
 def bench_serve(given: ServeBench) -> None:
     """Measure latency under load: TTFT, TPOT, ITL and end to end, at p50, p90 and p99, as vLLM defines them.
@@ -208,7 +211,7 @@ def bench_serve(given: ServeBench) -> None:
     limits = [f"{name}:{limit}" for name in METRICS if (limit := getattr(given, name))]
     load = Load(
         requests=given.requests, inputs=given.inputs, outputs=given.outputs, shared_prefix=given.shared_prefix,
-        max_concurrency=given.max_concurrency,
+        prefix_groups=given.prefix_groups, max_concurrency=given.max_concurrency,
         request_rate=float("inf") if given.request_rate is None else given.request_rate,
         trace=None if given.trace is None else read_trace(given.trace, given.requests), speed=given.trace_speed,
         goodput=parse_goodput([*given.goodput, *limits]), warmups=given.warmups, seed=given.seed,

@@ -309,7 +309,7 @@ def test_a_call_in_the_moment_after_the_engine_died_does_not_raise() -> None:
         engine._transport = transport
         theirs.close()
         await reader.ended
-        engine._send(Stop())
+        engine.send(Stop())
         return transport.is_closing()
 
     assert uvloop.run(send_after_the_end())

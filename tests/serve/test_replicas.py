@@ -19,7 +19,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.serve.config import EngineConfig
 from bagu.serve.replicas.options import ReplicaOptions
 
-LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")

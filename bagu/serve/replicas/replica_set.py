@@ -15,20 +15,19 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, Literal
 
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.observe.metrics import labels, sample
 from bagu.serve.http.pending import PendingCall, PendingCalls
 from bagu.serve.http.process import SHUTTING_DOWN
 from bagu.serve.replicas.index import PrefixIndex
 from bagu.serve.replicas.load import Ask, Progress
 from bagu.serve.replicas.options import ReplicaSpec
 from bagu.serve.replicas.replica import Replica
+from bagu.serve.replicas.report import replica_metrics, summed
 from bagu.serve.replicas.router import Candidate, Router
 from bagu.serve.replicas.scale import Scaler
 from bagu.serve.request import Event, Request, TokenEvent
@@ -40,6 +39,7 @@ USUAL_OUTPUT = 128  # tokens of an answer, before any has ended
 MEMORY = 0.9  # weight of the answers and of the load before
 TICK_S = 0.25  # how often the number of replicas is considered
 NICENESS = 10  # of loading beside replicas that serve
+RETRY_S = 30.0  # until a replica that did not start is tried again
 DRAIN_S = 300.0  # a replica that is stopped lets its requests finish for this long
 
 
@@ -64,6 +64,7 @@ class ReplicaSet:
     def __init__(
         self, specs: Sequence[ReplicaSpec], pending: PendingCalls, *, router: str = "finish", least: int | None = None,
         stall_s: float = 60.0, on_failure: Callable[[], None] = lambda: None, niceness: int = 0,
+        scaler: Scaler | None = None,
     ) -> None:  # fmt: skip
         self.pending, self.router = pending, Router(router)
         pending.metrics.more_lines = self.metrics
@@ -71,7 +72,7 @@ class ReplicaSet:
         self.failure = ""
         self.adapters: Mapping[str, AdapterInfo] = {}
         self.ready: Ready | None = None
-        self._scaler = Scaler(len(specs) if least is None else least, len(specs))
+        self._scaler = scaler or Scaler(len(specs) if least is None else least, len(specs))
         self._on_failure, self._niceness = on_failure, niceness
         self._index: PrefixIndex | None = None
         self._sent: dict[str, _Sent] = {}
@@ -165,14 +166,14 @@ class ReplicaSet:
         now, serving = time.perf_counter(), self.serving
         working = sum(r.load is not None and r.load.choices > 0 for r in serving)
         self._busy = MEMORY * self._busy + (1 - MEMORY) * working
-        unused = [r for r in self.replicas if r.process is None]
-        changing = len(self.replicas) - len(serving) - len(unused)
-        change = self._scaler.decide(
-            now, ready=len(serving), changing=changing, wait_s=self.predicted_wait(now), busy=self._busy
-        )
+        unused = [r for r in self.replicas if r.state in ("stopped", "failed")]
+        changing, wait = len(self.replicas) - len(serving) - len(unused), self.predicted_wait(now)
+        change = self._scaler.decide(now, ready=len(serving), changing=changing, wait_s=wait, busy=self._busy)
         if change == "grow" and unused:
-            _log(f"requests would wait {self.predicted_wait(now):.2f} s: replica {unused[0].number} is started")
+            _log(f"requests would wait {wait:.2f} s: replica {unused[0].number} is started")
             await self._start_one(unused[0], NICENESS)
+            if not unused[0].takes_requests:
+                await asyncio.sleep(RETRY_S)
         elif change == "shrink":
             _log(f"{self._busy:.1f} of {len(serving)} replicas have work: replica {serving[-1].number} is stopped")
             self._run(self._drain(serving[-1]))
@@ -378,48 +379,15 @@ class ReplicaSet:
         """The sums over the replicas; of the last step the longest."""
         processes = [r.process for r in self.serving if r.process is not None]
         found = [s for s in await asyncio.gather(*(p.stats() for p in processes)) if s is not None]
-        if not found:
-            return None
-        values = {f.name: [getattr(s, f.name) for s in found] for f in fields(EngineStats)}
-        made = {name: "".join(v) if name == "block_map" else sum(v) for name, v in values.items()}
-        return EngineStats(**{**made, "last_step_s": max(values["last_step_s"])})
+        return summed(found) if found else None
 
     def describe(self) -> list[dict[str, Any]]:
         """The replicas, for /health."""
         return [replica.describe() for replica in self.replicas]
 
     def metrics(self) -> Iterator[str]:
-        """The lines of /metrics that are about replicas; predicted stands beside measured."""
-        now, base = time.perf_counter(), {"model_name": self.pending.metrics.model}
-        if self.pending.metrics.version is not None:
-            base["version"] = str(self.pending.metrics.version)
-
-        def of(value: Callable[[Replica], float]) -> list[tuple[str, float]]:
-            known = [r for r in self.replicas if r.load is not None]
-            return [(labels(**base, replica=str(r.number), device=r.spec.name), value(r)) for r in known]
-
-        def forecast(r: Replica) -> float:
-            assert r.load is not None
-            return r.load.forecast(Ask("", 1, 1), 0, now).wait
-
-        states = [(labels(**base, replica=str(r.number), device=r.spec.name, state=r.state), 1) for r in self.replicas]
-        yield from sample("bagu:replica_state", "gauge", "1 for the state of each replica.", states)
-        for name, kind, help, value in (
-            ("bagu:replica_requests_total", "counter", "Requests sent to a replica.", lambda r: r.load.given),
-            ("bagu:replica_restarts_total", "counter", "Restarts of a replica.", lambda r: r.restarts),
-            ("bagu:replica_open_choices", "gauge", "Choices that have not ended.", lambda r: r.load.choices),
-            ("bagu:replica_predicted_wait_seconds", "gauge", "Predicted wait of a request that comes now.", forecast),
-            ("bagu:replica_correction", "gauge", "Measured over profiled time of a step.",
-             lambda r: r.load.correction.factor),
-            ("bagu:replica_profile_error", "gauge", "Mean relative error of the profile on steps it had not seen.",
-             lambda r: r.load.cost.error or 0.0),
-            ("bagu:replica_first_tokens_total", "counter", "Requests that had a token.", lambda r: r.answered),
-            ("bagu:replica_predicted_first_token_seconds_total", "counter", "Predicted time to their first tokens.",
-             lambda r: r.predicted_s),
-            ("bagu:replica_measured_first_token_seconds_total", "counter", "Measured time to them.",
-             lambda r: r.measured_s),
-        ):  # fmt: skip
-            yield from sample(name, kind, help, of(partial(value)))
+        """The lines of /metrics that are about replicas."""
+        return replica_metrics(self.replicas, self.pending.metrics.names, time.perf_counter())
 
 
 def _log(message: str) -> None:

@@ -103,8 +103,12 @@ class Metrics:
         return sum(self.first_token.counts) + sum(self.between_tokens.counts)
 
     @property
+    def names(self) -> dict[str, str]:
+        return {"model_name": self.model, **({} if self.version is None else {"version": str(self.version)})}
+
+    @property
     def label(self) -> str:
-        return labels(model_name=self.model, **({} if self.version is None else {"version": str(self.version)}))
+        return labels(**self.names)
 
     @property
     def version_label(self) -> str:
