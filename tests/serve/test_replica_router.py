@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bagu.errors import UnknownName
-from bagu.parallel.unlike.profile import StepCost
+from bagu.parallel.unlike.profile import Step, StepCost
 from bagu.serve.replicas.load import Ask, Progress, ReplicaLoad
 from bagu.serve.replicas.router import POLICIES, Candidate, Router
 from bagu.serve.replicas.simulate import (
@@ -154,3 +154,16 @@ def test_more_work_is_predicted_to_take_longer_and_cached_tokens_shorter(before:
     found.add(Ask("more", 100, 10), 0, 0.0)
     if before:
         assert found.forecast(Ask("x", 100, 10), 0, 0.0).finish >= first.finish - 1e-9
+
+
+@pytest.mark.parametrize("options", [{}, {"max_model_len": 6}, {"num_blocks": 4, "max_num_seqs": 2}])
+def test_an_engine_measures_its_speed_and_leaves_no_trace(options: dict[str, int]) -> None:
+    from small_engine import small_engine, small_model
+
+    from bagu.serve.worker.measure import measure_engine
+
+    engine = small_engine(small_model(), **options)
+    capacity = measure_engine(engine)
+    assert capacity.cost.seconds(Step.of_prompt(64)) > 0 and capacity.cost.error is not None
+    assert capacity.slots == engine.config.max_num_seqs and capacity.block_size == engine.blocks.block_size
+    assert not engine.has_work and not engine.blocks.index and engine.blocks.used_count == 0
