@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 from fake_engine import EOS, VOCAB, FakeEngine, ask, engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bagu.parallel.unlike.profile import StepCost
 from bagu.serve.kv.blocks import IndexChanges
 from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.replicas.index import PrefixIndex
+from bagu.serve.replicas.load import Ask, ReplicaLoad
+from bagu.serve.replicas.router import Candidate, Router
 from bagu.serve.wire.messages import CacheChanges
 
 WINDOWED = (LayerGroup((0,)), LayerGroup((1,), window=6))
@@ -97,3 +102,23 @@ def test_a_lost_message_is_noticed() -> None:
     assert not index.update(0, CacheChanges(2, False, [(0, b"c")], []))
     assert index.update(0, CacheChanges(3, True, [(0, b"a"), (0, b"b"), (0, b"c")], []))
     assert index.held(0) == {(0, b"a"), (0, b"b"), (0, b"c")}
+
+
+def test_a_request_is_routed_over_16_replicas_in_a_fraction_of_a_millisecond() -> None:
+    """The bar is 0.3 ms for a prompt of 512 tokens; the fastest of 50, since other processes run too."""
+    index = PrefixIndex(16, WINDOWED[:1])
+    loads = [ReplicaLoad(StepCost(base=1e-3, prompt=1e-5), slots=64, step_tokens=2048) for _ in range(16)]
+    prompt, router, times = list(range(512)), Router(), []
+    keys = index.match(prompt, range(16)).keys
+    for r, load in enumerate(loads):
+        index.update(r, CacheChanges(0, False, [(0, key) for key in keys[: 2 * r]], ()))
+        for i in range(20):
+            load.add(Ask(f"{r} {i}", 100, 50), 0, 0.0)
+    for i in range(50):
+        began = time.perf_counter()
+        found, new = index.match(prompt, range(16)), Ask(f"new {i}", 512, 64)
+        choice = router.choose([Candidate(r, load, found.cached[r]) for r, load in enumerate(loads)], new, 1.0)
+        loads[choice.number].add(new, choice.cached, 1.0)
+        index.promise(choice.number, found.keys)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 1e-3, "three times the bar: this machine may be slow"

@@ -76,8 +76,11 @@ class Table:
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int, count: int, root: bytes = ROOT) -> None:
     """Extend `keys` to the keys of the first `count` blocks of `tokens`; existing keys are kept."""
-    for i in range(len(keys), count):
-        keys.append(_key(keys[i - 1] if i else root, tokens[i * block_size : (i + 1) * block_size]))
+    begin, width = len(keys), 8 * block_size  # bytes of a block
+    data = array("q", tokens[begin * block_size : count * block_size]).tobytes()  # at once: half of the time
+    for i in range(begin, count):
+        at = (i - begin) * width
+        keys.append(_hash(keys[i - 1] if i else root, data[at : at + width]))
 
 
 def longest_prefix(
@@ -130,7 +133,11 @@ class IndexChanges:
 
 
 def _key(parent: bytes, tokens: Iterable[int]) -> bytes:
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+    return _hash(parent, array("q", tokens).tobytes())
+
+
+def _hash(parent: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(parent + data, digest_size=16).digest()
 
 
 class Blocks:

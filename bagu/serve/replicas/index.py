@@ -67,11 +67,12 @@ class PrefixIndex:
             have = left
             for g in whole:
                 have &= self._holds(g, keys[i])
-            for r in _bits(left & ~have):
-                found[r] = i
-            left = have
-            if not left:
-                break
+            if have != left:
+                for r in _bits(left & ~have):
+                    found[r] = i
+                left = have
+                if not left:
+                    break
         for r in _bits(left):
             found[r] = columns
         if len(whole) < len(self.groups):  # layers with a window need some blocks only
@@ -96,8 +97,9 @@ class PrefixIndex:
 
     def _holds(self, group: int, key: bytes) -> int:
         bits = self._holders.get((group, key), 0)
-        for replica in self._promised.get(key, ()):
-            bits |= 1 << replica
+        if who := self._promised.get(key):
+            for replica in who:
+                bits |= 1 << replica
         return bits
 
     def _discard(self, block: tuple[int, bytes], bit: int) -> None:

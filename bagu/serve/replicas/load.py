@@ -58,7 +58,6 @@ class _Open:
     """A request that has not ended."""
 
     ask: Ask
-    prefill: float  # predicted seconds without the correction; 0 after its first token
     left: int  # decoded tokens expected
     choices: int
     started: bool = False
@@ -70,6 +69,7 @@ class ReplicaLoad:
         self.correction = Correction()
         self.given = 0  # requests so far
         self._open: dict[str, _Open] = {}
+        self._unstarted: dict[str, float] = {}  # predicted seconds of prompts, without the correction
         self._choices = self._running = self._left = self._context = 0
         self._prefill = 0.0  # of the requests without a token
         self._mark = 0.0  # the last progress, or when the replica got work
@@ -84,32 +84,30 @@ class ReplicaLoad:
         return (found := self._open.get(id)) is not None and found.started
 
     def forecast(self, ask: Ask, cached: int, now: float) -> Forecast:
-        cost, n = self.cost, self._choices
-        batch = min(n, self.slots)
-        step = cost.seconds(Step(0, batch, self._attended(batch))) if n else 0.0
-        decode_left = self._left / batch * step if batch else 0.0
+        """Runs for every replica and request, so the formula of a step (`StepCost.seconds`) is written out."""
+        cost, n, slots = self.cost, self._choices, self.slots
+        each = cost.decode + (self._context / n * cost.attended if n else 0.0)  # of one more choice in a step
+        batch = n if n < slots else slots
+        step = cost.base + batch * each if n else 0.0
         wait = self._prefill + step  # below `slots` it joins the next step after the prompts before it
-        if n >= self.slots:
-            wait = max(wait, self._prefill + decode_left * (n - self.slots + 1) / n)
-        new, beside = max(1, ask.prompt - cached), min(n, self.slots - 1)
+        if n >= slots:
+            wait = max(wait, self._prefill + self._left / batch * step * (n - slots + 1) / n)
+        new = max(1, ask.prompt - cached)
         chunks = -(-new // self.step_tokens)  # each step of the prompt has a token of the others that run, too
-        others = beside * cost.decode + self._attended(beside) * cost.attended
-        prefill = cost.seconds(Step.of_prompt(new, cached)) + chunks * others
-        joined = min(n + ask.choices, self.slots)
-        share = self._context // n if n else 0
-        decode = max(0, ask.output - 1) * cost.seconds(
-            Step(0, joined, share * (joined - 1) + ask.prompt + ask.output // 2)
-        )
+        attended = new * cached + new * (new + 1) // 2
+        prefill = cost.base + new * cost.prompt + attended * cost.attended + chunks * min(n, slots - 1) * each
+        others = min(n + ask.choices, slots) - 1
+        own = cost.decode + (ask.prompt + ask.output // 2) * cost.attended
+        decode = max(0, ask.output - 1) * (cost.base + others * each + own)
         factor = self.correction.factor
-        return Forecast(self._since(factor * wait, factor, now), factor * prefill, factor * decode)
+        return Forecast(self._since(factor * wait, factor * each, factor, now), factor * prefill, factor * decode)
 
-    def _since(self, wait: float, factor: float, now: float) -> float:
+    def _since(self, wait: float, each: float, factor: float, now: float) -> float:
         """The wait, less the time since the last progress. A replica that is silent for longer than its next step
         should take is stopped or overloaded: it is expected to be silent for as long again."""
         if not self._open:
             return 0.0
-        first = next((o.prefill for o in self._open.values() if not o.started), 0.0)
-        due = factor * (first + self.cost.seconds(Step(0, self._running, self._attended(self._running))))
+        due = factor * (next(iter(self._unstarted.values()), 0.0) + self.cost.base) + self._running * each
         silent = max(0.0, now - self._mark)
         return max(0.0, wait - silent) if silent <= due else wait + silent - due
 
@@ -122,7 +120,8 @@ class ReplicaLoad:
             self._mark = now
         prefill = self.cost.seconds(Step.of_prompt(max(1, ask.prompt - cached), cached))
         left = max(0, ask.output - 1) * ask.choices  # the first token comes with the prefill
-        self._open[ask.id] = _Open(ask, prefill, left, ask.choices)
+        self._open[ask.id] = _Open(ask, left, ask.choices)
+        self._unstarted[ask.id] = prefill
         self.given += 1
         self._choices += ask.choices
         self._left += left
@@ -137,8 +136,7 @@ class ReplicaLoad:
                 continue
             if not found.started:
                 found.started = True
-                done += found.prefill
-                self._prefill -= found.prefill
+                done += self._begin(id)
                 self._running += found.choices
                 count -= 1  # the first token is the prefill's
             tokens += count
@@ -177,5 +175,12 @@ class ReplicaLoad:
             self._running -= count
         if not found.choices:
             self._left -= found.left
-            self._prefill -= 0.0 if found.started else found.prefill
+            if not found.started:
+                self._begin(found.ask.id)
             del self._open[found.ask.id]
+
+    def _begin(self, id: str) -> float:
+        """A request has its first token, or ends without one. Returns the predicted seconds of its prompt."""
+        prefill = self._unstarted.pop(id)
+        self._prefill = self._prefill - prefill if self._unstarted else 0.0  # no rest of rounding
+        return prefill
