@@ -125,7 +125,7 @@ def forward(a: Args, *, pieces: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         select_kernel[(count * G,)](
             scores, places, tables, out[first:], found[first:], G, a.size, a.top, a.near, a.dense_below,
             tables.stride(0), K=K, WIDTH=width, PAGES=a.pages, EARLY=early,
-            num_warps=max(1, min(8, width // (256 if early else 512))), launch_pdl=early,
+            num_warps=max(1, min(4, width // 512)), launch_pdl=early,
         )  # fmt: skip
     return out, found
 
