@@ -13,6 +13,7 @@ from bagu.errors import ArgumentError, BaguError
 from bagu.recipes.verbs import TrainOptions
 from bagu.recipes.vision import run as runs
 from bagu.recipes.vision.batches import IMAGE, answer_batches, glyph_batches, prompt_of
+from bagu.recipes.vision.budget import SCORES, SHARES, Budget
 from bagu.recipes.vision.command import demo_vision, train_main
 from bagu.recipes.vision.evaluate import best_iou, kmeans, unseen_concepts
 from bagu.recipes.vision.run import VisionRun, load_vision, new_tokenizer, train_vision, vision_recipe, with_steps
@@ -118,12 +119,39 @@ def test_own_pictures_train_two_towers(tmp_path):
     assert 0 <= unseen_concepts(done, "zh")["r5"] <= 1
 
 
+PACES = ({"clip": 0.75, "vlm": 0.8, "groupvit": 3.7}, {"clip": 0.4, "vlm": 0.4, "groupvit": 1.0})
+
+
+@pytest.mark.parametrize("paces", PACES)
+@pytest.mark.parametrize("minutes", [1, 2, 5, 10])
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.25])
+def test_a_demo_keeps_its_minutes_at_any_pace(paces, minutes, slower):
+    now = 0.0
+    budget, shown = Budget(60.0 * minutes, lambda: now), []
+    for name in SHARES:
+        now += 1.5 * paces[name]  # what measuring takes
+        steps = budget.steps(name, paces[name])
+        now += (steps + SCORES[name] * bool(steps)) * paces[name] * slower  # not the pace that was measured
+        shown += [name] * bool(steps)
+        if not steps:
+            assert f"a step takes {paces[name]:.1f} s" in budget.reason(name, paces[name])
+    assert budget.spent <= 60 * minutes * 1.2
+    assert shown[:2] == ["clip", "vlm"]
+    if slower == 1.0:
+        assert ("groupvit" in shown) == (minutes >= (5 if paces["groupvit"] > 1 else 2))
+        assert budget.spent >= 60 * minutes * 0.75
+
+
 @pytest.mark.slow
 def test_the_demo_shows_retrievals_segments_and_answers(tmp_path, monkeypatch):
     for name in TINY:
         monkeypatch.setitem(runs.RECIPES, name, lambda name=name: tiny(name))
-    page = demo_vision(tmp_path / "demo", minutes=0.01).read_text()
+    page = demo_vision(tmp_path / "demo", minutes=0.6).read_text()
     assert page.count("<section>") == 3 and page.count("data:image/png") == 36
-    assert set(json.loads((tmp_path / "demo" / "scores.json").read_text())) == {"seconds", "clip", "groupvit", "vlm"}
+    assert set(json.loads((tmp_path / "demo" / "scores.json").read_text())) == {
+        "seconds", "left_out", "clip", "groupvit", "vlm",
+    }  # fmt: skip
     with pytest.raises(BaguError, match="not empty"):
         demo_vision(tmp_path / "demo")
+    with pytest.raises(BaguError, match="too few for any recipe: left out: a step takes"):
+        demo_vision(tmp_path / "short", minutes=0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,17 @@ from rich.console import Console
 
 from bagu import config as configs
 from bagu.config import write_atomic
-from bagu.data.pictures.glyphs import imports
+from bagu.data.pictures.glyphs import UNSEEN, imports
 from bagu.errors import ArgumentError, BaguError
 from bagu.recipes.verbs import TrainOptions
+from bagu.recipes.vision.budget import SHARES, Budget
 from bagu.recipes.vision.evaluate import answer_scores, clip_scores, segment_scores, vlm_scores
 from bagu.recipes.vision.report import section, write_page
 from bagu.recipes.vision.run import (
     RECIPES,
     Seeing,
     VisionRun,
+    pace_of,
     steps_in,
     train_vision,
     vision_recipe,
@@ -32,8 +33,6 @@ from bagu.runs.folder import RunFolder
 from bagu.runs.stages import Stages
 
 TAKEN = {"recipe", "data", "start", "steps", "minutes", "lr", "device", "settings", "out", "resume"}
-SHARES = {"clip": 0.4, "groupvit": 0.2, "vlm": 0.4}  # of the demo's time
-RESERVED = 0.25  # of the demo's time: pictures, scores and the page
 
 
 def train_main(given: TrainOptions) -> int:
@@ -85,41 +84,51 @@ def scores_of(done: Seeing) -> dict[str, Any]:
 
 
 def demo_vision(out: Path, *, minutes: float = 5.0, seed: int = 0, console: Console | None = None) -> Path:
-    """Train the three recipes on this machine's fonts in about so many minutes, and write one page of what they see."""
+    """Train the recipes that fit in so many minutes on this machine's fonts, and write one page of what they see. A
+    recipe whose share does not pay for its fewest steps is left out, and the others get its time."""
     imports()
     if out.exists() and any(out.iterdir()):
         raise BaguError(f"{out} is not empty", hint="give another folder with --out, or delete it")
-    began, sections = time.monotonic(), []
-    stages = Stages(2 * len(RECIPES) + 1, console=console)
+    budget, sections = Budget(60 * minutes), []
+    stages = Stages(len(RECIPES) + 1, console=console)
     results: dict[str, Mapping[str, Any]] = {}
-    for name, share in SHARES.items():
+    left_out: dict[str, str] = {}
+    for name in SHARES:
         run = vision_recipe(name)
         run = replace(run, train=replace(run.train, seed=seed))
-        with stages.stage(f"Train {name}") as stage:
-            run = with_steps(run, steps_in(run, minutes * (1 - RESERVED) * share))
+        with stages.stage(f"Train and score {name}") as stage:
+            pace = pace_of(run)
+            steps = budget.steps(name, pace)
+            if not steps:
+                stage.result = left_out[name] = f"left out: {budget.reason(name, pace)}"
+                continue
+            run = with_steps(run, steps)
             done = train_vision(
-                run, out / name, progress=stage.training(run.train.steps, formats={"loss_nats": "loss {:.3f} nats"})
+                run, out / name, progress=stage.training(steps, formats={"loss_nats": "loss {:.3f} nats"})
             )
-            stage.result = f"{run.train.steps:,} steps of {run.rows} pictures, {done.seconds:.0f} s"
-        with stages.stage(f"Score {name}") as stage:
             results[name] = quick_scores(done)
             sections.append(section(done, out / name, results[name]))
-            stage.result = headline(name, results[name])
+            stage.result = f"{steps:,} steps of {run.rows} pictures, {done.seconds:.0f} s; "
+            stage.result += headline(name, results[name])
+    if not results:
+        why = next(iter(left_out.values()))
+        raise BaguError(f"{minutes:g} minutes are too few for any recipe: {why}", hint="give more --minutes")
     with stages.stage("Write the report") as stage:
-        page = write_page(sections, out / "report.html", "bagu demo --vision")
-        spent = time.monotonic() - began
-        write_atomic(out / "scores.json", json.dumps({"seconds": spent, **results}, indent=2) + "\n")
+        page = write_page(sections, out / "report.html", "bagu demo --vision", left_out)
+        spent = budget.spent
+        about = {"seconds": spent, "left_out": left_out, **results}
+        write_atomic(out / "scores.json", json.dumps(about, indent=2) + "\n")
         stage.result = f"{page}, {spent:.0f} s in all"
     return page
 
 
 def quick_scores(done: Seeing) -> dict[str, Any]:
-    """The scores of a demo: fewer scenes than those of a run."""
+    """The scores of a demo: fewer scenes, styles and languages than those of a run."""
     if done.run.kind == "groupvit":
-        return segment_scores(done, None, count=24)
+        return segment_scores(done, None, count=12)
     if done.run.kind == "vlm":
-        return {"answers": [answer_scores(done, count=48)]}
-    return clip_scores(done)
+        return {"answers": [answer_scores(done, count=32)]}
+    return clip_scores(done, styles=UNSEEN[:1], languages=("en",))
 
 
 def headline(name: str, scores: Mapping[str, Any]) -> str:

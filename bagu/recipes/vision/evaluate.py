@@ -107,9 +107,11 @@ def unseen_concepts(seeing: Seeing, language: Language, *, seed: int = 8, size: 
     }  # fmt: skip
 
 
-def clip_scores(seeing: Seeing) -> dict[str, Any]:
-    rows = [asdict(unseen_style(seeing, style, lang)) for style in UNSEEN for lang in ("en", "zh")]
-    return {"unseen_style": rows, "unseen_concepts": [unseen_concepts(seeing, lang) for lang in ("en", "zh")]}
+def clip_scores(
+    seeing: Seeing, *, styles: Sequence[str] = UNSEEN, languages: Sequence[Language] = ("en", "zh")
+) -> dict[str, Any]:
+    rows = [asdict(unseen_style(seeing, style, lang)) for style in styles for lang in languages]
+    return {"unseen_style": rows, "unseen_concepts": [unseen_concepts(seeing, lang) for lang in languages]}
 
 
 # --- segmentation -----------------------------------------------------------------------------------------------------

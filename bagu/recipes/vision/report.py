@@ -6,6 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -140,7 +141,11 @@ def _score_table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<h3>{text(name.replace('_', ' '))}</h3>" + grid([c.replace("_", " ") for c in columns], cells)
 
 
-def write_page(sections: Sequence[str], path: Path, title: str) -> Path:
+def write_page(
+    sections: Sequence[str], path: Path, title: str, left_out: Mapping[str, str] = MappingProxyType({})
+) -> Path:
+    """`left_out` has the reason for each recipe that was not trained."""
+    missing = "".join(f"<p>{text(name)} was {text(why)}.</p>" for name, why in left_out.items())
     css = (files("bagu.runs") / "report.css").read_text(encoding="utf-8")
     write_atomic(
         path,
@@ -149,7 +154,7 @@ def write_page(sections: Sequence[str], path: Path, title: str) -> Path:
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{text(title)}</title>
 <style>{css}{STYLE}</style></head><body><main><h1>{text(title)}</h1>
 <p>Trained on fonts {text(", ".join(SANS))}; pictures are made on this machine, nothing is downloaded.</p>
-{"".join(sections)}</main></body></html>
+{"".join(sections)}{missing}</main></body></html>
 """,
     )
     return path

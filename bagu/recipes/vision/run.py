@@ -256,12 +256,20 @@ def load_vision(path: Path, device: str | None = None) -> Seeing:
     return Seeing(run=run, model=model.to(named_device(device)).eval(), tokenizer=BpeTokenizer.load(folder))
 
 
-def steps_in(run: VisionRun, minutes: float) -> int:
-    """The number of steps that take about so many minutes here, from the time of some first ones."""
-    timed = replace(with_steps(run, 5).train, save_every=None)
-    make = PictureLoader(batches_of(run, new_tokenizer(run)), run.train.seed)
+def pace_of(run: VisionRun) -> float:
+    """Seconds of a training step here: of one after a small one, which pays what only a first step costs."""
+    tokenizer = new_tokenizer(run)
     model = cast(Transformer, new_model(run).to(named_device(run.device)))
-    fit(replace(timed, steps=2), model, make, loss=loss_of(run))
-    began = time.monotonic()
-    fit(timed, model, make, loss=loss_of(run))
-    return max(20, int(60 * minutes / ((time.monotonic() - began) / timed.steps)))
+    took = 0.0
+    for rows in (max(2, run.rows // 8), run.rows):
+        timed = replace(run, rows=rows)
+        loader = PictureLoader(batches_of(timed, tokenizer), run.train.seed)
+        began = time.monotonic()
+        fit(replace(with_steps(timed, 1).train, save_every=None), model, loader, loss=loss_of(run))
+        took = time.monotonic() - began
+    return took
+
+
+def steps_in(run: VisionRun, minutes: float) -> int:
+    """The number of steps that take about so many minutes here."""
+    return max(20, int(60 * minutes / pace_of(run)))
