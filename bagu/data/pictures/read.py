@@ -1,15 +1,10 @@
-"""Pictures of others: bytes to pixels with limits, and folders or JSON lines of pictures with texts.
-
-Everything is turned into RGB once, here: EXIF rotation, palettes, CMYK, 16 bits, transparency (on white). Resizing is
-Pillow's bicubic filter, antialiased: other libraries differ from it by several grey levels.
-"""
+"""Pictures of others: files to pixels, and folders or JSON lines of pictures with texts."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +12,10 @@ import numpy as np
 import torch
 
 from bagu.data.pictures.glyphs import imports
-from bagu.errors import ArgumentError, BaguError
+from bagu.errors import BaguError
+from bagu.machine.image_file import read_image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
-MAX_BYTES = 10 * 2**20
-MAX_PIXELS = 4 * 10**6
-MAX_SIDE = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,42 +27,9 @@ class Pair:
 
 
 def decode(data: bytes, size: int | None = None) -> torch.Tensor:
-    """[3, H, W] uint8 of a PNG, JPEG, WebP or GIF (its first frame); with `size`, the picture is resized to fit a
-    square of that side and centred on white. Raises ArgumentError for anything else. The header is checked before
-    pixels are decoded."""
-    imports()
-    from PIL import Image, ImageOps
-
-    if len(data) > MAX_BYTES:
-        raise ArgumentError(f"an image has {len(data):,} bytes", hint=f"at most {MAX_BYTES:,}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Pillow warns of a decompression bomb before it raises
-            image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-            width, height = image.size
-            if not 0 < width * height <= MAX_PIXELS or max(width, height) > MAX_SIDE:
-                raise ArgumentError(
-                    f"an image has {width} × {height} pixels", hint=f"at most {MAX_PIXELS:,}, a side at most {MAX_SIDE}"
-                )
-            image.load()
-            image = ImageOps.exif_transpose(image)
-    except ArgumentError:
-        raise
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
-        reason = type(error).__name__ if isinstance(error, Image.UnidentifiedImageError) else error
-        raise ArgumentError(
-            f"an image cannot be read: {reason}", hint=f"send one of {', '.join(FORMATS)}, whole and valid"
-        ) from error
-    if image.mode.startswith(("I", "F")):  # 16 bits: Pillow would cut them to 8 instead of scaling
-        wide = np.asarray(image, dtype=np.float64)
-        image = Image.fromarray((np.nan_to_num(wide) / 257.0).clip(0, 255).astype(np.uint8), "L")
-    rgba = image.convert("RGBA")
-    if size is not None:
-        rgba = ImageOps.contain(rgba, (size, size), Image.Resampling.BICUBIC)
-    ground = Image.new("RGBA", rgba.size if size is None else (size, size), "white")
-    at = (0, 0) if size is None else ((size - rgba.width) // 2, (size - rgba.height) // 2)
-    ground.alpha_composite(rgba, at)
-    return torch.from_numpy(np.array(ground.convert("RGB"))).permute(2, 0, 1).contiguous()
+    """[3, H, W] uint8 of an image file (machine/image_file.py); with `size`, resized to fit a square of that side and
+    centred on white. Raises ArgumentError if it cannot be read."""
+    return torch.from_numpy(np.array(read_image(data, size))).permute(2, 0, 1).contiguous()
 
 
 def digest(pixels: torch.Tensor) -> str:
