@@ -8,6 +8,7 @@ from bagu.nn.model import Transformer
 from bagu.parallel.inference import local_heads
 from bagu.serve.adapters.layers import AdapterWeights, GroupedLinear, StackedLinear
 from bagu.serve.config import EngineConfig
+from bagu.serve.images.encoder import ImageEncoder
 from bagu.serve.kv.groups import layer_groups
 from bagu.serve.kv.paged import PagedKV, cache_dtype
 from bagu.serve.kv.pool import Pool
@@ -55,7 +56,9 @@ def scheduler_config(model: Transformer, config: EngineConfig, pool: Pool, stops
     )
 
 
-def build_runner(model: Transformer, config: EngineConfig, pool: Pool, ranks: Ranks | None) -> Runner:
+def build_runner(
+    model: Transformer, config: EngineConfig, pool: Pool, ranks: Ranks | None, images: ImageEncoder | None = None
+) -> Runner:
     table = model.embedding.weight
     spare = int(table.is_cuda)  # one more block, in no block table: the padding rows of CUDA graphs write to it
     dtype = cache_dtype(config.kv_dtype, table.dtype)
@@ -66,7 +69,7 @@ def build_runner(model: Transformer, config: EngineConfig, pool: Pool, ranks: Ra
         return LeadRunner(model, kv, config, pool.max_model_len, ranks)
     linear = StackedLinear if table.is_cuda else GroupedLinear
     weights = AdapterWeights(model, linear) if config.adapter_slots else None
-    return Runner(model, kv, config, pool.max_model_len, adapters=weights)
+    return Runner(model, kv, config, pool.max_model_len, adapters=weights, images=images)
 
 
 def build_speculator(

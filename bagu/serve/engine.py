@@ -30,12 +30,14 @@ from bagu.errors import ArgumentError
 from bagu.machine.device import named_device
 from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
+from bagu.nn.vision.vlm import VLM
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.adapters.registry import AdapterRegistry
 from bagu.serve.build import build_runner, build_speculator, eos_ids, scheduler_config, with_attention
 from bagu.serve.config import EngineConfig
 from bagu.serve.constrain.compiler import GrammarCompiler
 from bagu.serve.generate import GenerationMixin
+from bagu.serve.images.encoder import ImageEncoder
 from bagu.serve.kv.blocks import Blocks, IntegrityError
 from bagu.serve.kv.groups import layer_groups
 from bagu.serve.kv.pool import size_pool
@@ -55,14 +57,20 @@ from bagu.types import Tokenizer
 class Engine(GenerationMixin):
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | VLM,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
         *,
         draft: DraftSource | None = None,
     ) -> None:
-        """`draft` is the model that `config.speculative` names, if that is a path."""
+        """`draft` is the model that `config.speculative` names, if that is a path. The decoder of a VLM generates, and
+        its other parts encode the images of requests."""
         config = EngineConfig() if config is None else config
+        self.images: ImageEncoder | None = None
+        if isinstance(model, VLM):
+            if config.tp > 1:
+                raise ArgumentError(f"tp = {config.tp} with a model that takes images", hint="use tp=1")
+            self.images, model = ImageEncoder(model), model.decoder
         if model.score is not None:
             raise ArgumentError("the model has a score head and predicts no tokens", hint="use a language model")
         model = with_attention(model.eval().for_length(config.max_model_len), config)
@@ -83,6 +91,8 @@ class Engine(GenerationMixin):
             self.ranks, model = start_ranks(model, config, device)
         else:
             model.to(device)
+        if self.images is not None:
+            self.images.model.to(device)
         try:
             self._build(model, tokenizer, config, draft)
         except BaseException:
@@ -99,9 +109,11 @@ class Engine(GenerationMixin):
         groups = layer_groups(model.config, config.attention_sinks)
         self.blocks = Blocks(pool.num_blocks, pool.block_size, prefix_cache=config.prefix_cache, groups=groups)
         self.speculator = build_speculator(model, tokenizer, config, pool, draft)
-        self.scheduler = Scheduler(scheduler_config(model, config, pool, stops), self.blocks, self.speculator)
+        encoding = None if self.images is None else self.images.budget
+        limits = scheduler_config(model, config, pool, stops)
+        self.scheduler = Scheduler(limits, self.blocks, self.speculator, encoding)
         self.adapters = AdapterRegistry(model, max_adapters=config.adapter_slots, max_rank=config.max_adapter_rank)
-        self.runner = build_runner(model, config, pool, self.ranks)
+        self.runner = build_runner(model, config, pool, self.ranks, self.images)
         self.sampler = Sampler(self.runner, tokenizer, config.seed, stops)
         vocab_size = model.config.vocab_size
         self.grammars: GrammarCompiler | None = None
@@ -155,6 +167,11 @@ class Engine(GenerationMixin):
                 f"request {request.id!r}: stop strings need a tokenizer, and the engine has none",
                 hint="use stop_token_ids, or pass a tokenizer to Engine",
             )
+        if request.images:
+            if self.images is None:
+                hint = "serve a vision-language model"
+                raise ArgumentError(f"request {request.id!r} has images, and the model takes text only", hint=hint)
+            self.images.check(request)
         adapter = None if request.adapter is None else self.adapters.find(request.adapter)
         matchers = self._matchers(request)
         self.scheduler.queues.add(request, adapter)
@@ -188,6 +205,8 @@ class Engine(GenerationMixin):
         it."""
         self._check_updatable()
         self._drop_steps()
+        if self.images is not None:
+            self.images.clear()
         self.runner.prepare()
 
     def load_adapter(self, name: str, path: str, adapter: Adapter | None = None) -> AdapterInfo:
@@ -254,6 +273,8 @@ class Engine(GenerationMixin):
             mask_wait_s=self.sampler.masks.wait_s,
             forced_tokens=counter.forced_tokens,
             not_finite=self.sampler.not_finite,
+            images_encoded=0 if self.images is None else self.images.encoded,
+            images_reused=0 if self.images is None else self.images.reused,
         )
 
     def check_ranks(self) -> None:

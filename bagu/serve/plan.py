@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bagu.serve.adapters.info import Resident
+from bagu.serve.images.prompt import Piece, keyed, pieces
 from bagu.serve.kv.blocks import ROOT, Table
 from bagu.serve.request import Request
 
@@ -24,7 +25,7 @@ class Sequence:
     """One choice of a request: its tokens, its progress and its blocks. Only the scheduler changes it."""
 
     __slots__ = (
-        "adapter", "cached", "computed", "draws", "end", "finished", "forks", "in_flight", "index", "keys",
+        "adapter", "cached", "computed", "content", "draws", "end", "finished", "forks", "in_flight", "index", "keys",
         "late_at", "num_prompt", "pending", "planned", "rank", "request", "score_next", "scores",
         "started", "stops", "table", "table_row", "tokens", "waits",
     )  # fmt: skip
@@ -37,6 +38,8 @@ class Sequence:
         self.adapter = adapter  # the weights that it started with, also after its name is gone
         self.request, self.index, self.rank = request, index, rank
         self.tokens = list(request.prompt)
+        # what the keys of its blocks are made of: the same list, unless images have placeholders in it
+        self.content = keyed(self.tokens, request.images) if request.images else self.tokens
         self.num_prompt = len(request.prompt)
         self.end = max(self.num_prompt + sampling.max_tokens - 1, 1)  # KV positions: the last token needs none
         self.draws = sampling.max_tokens > 0
@@ -126,6 +129,7 @@ class Plan:
     num_prompts: int  # chunks of prompts
     max_len: int
     max_context: int
+    images: list[Piece] = field(default_factory=list)  # vectors that take the place of tokens
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +171,7 @@ class PlanBuilder:
         sample_rows: list[int] = []
         next_drafts: list[int] = []
         late: list[tuple[int, int]] = []
+        images: list[Piece] = []
         for sequence, start, length, samples, drafts in slices:
             end = start + length
             if length == 1 or drafts:
@@ -181,6 +186,8 @@ class PlanBuilder:
             else:
                 positions.extend(range(start, end))
                 ids.extend(sequence.tokens[start:end])
+            if sequence.request.images and start < sequence.num_prompt:
+                images.extend(pieces(sequence.request.images, start, end, cu_seqlens[-1]))
             cu_seqlens.append(len(ids))
             context_lens.append(end)
             sequence.planned = end
@@ -216,4 +223,5 @@ class PlanBuilder:
             num_prompts=len(self.chunks),
             max_len=max((s.length for s in (*self.short, *self.chunks)), default=1),
             max_context=max(context_lens),
+            images=images,
         )

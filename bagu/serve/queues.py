@@ -111,7 +111,7 @@ class SequenceQueues:
 
     def register(self, table: Table, sequence: Sequence, computed: int) -> None:
         """Put the blocks that the first `computed` positions fill into the prefix cache."""
-        self.blocks.register(table, sequence.tokens, sequence.keys, computed, sequence.root)
+        self.blocks.register(table, sequence.content, sequence.keys, computed, sequence.root)
 
     def begin(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start to run a sequence, with the blocks of a cached prefix at the beginning of its table."""
@@ -217,6 +217,6 @@ def _holds_its_tokens(blocks: Blocks, sequence: Sequence) -> bool:
     for own, dead in zip(table.blocks, table.dead, strict=True):
         for at in (i for i in range(len(own)) if i not in dead):
             content = blocks.contents[own[at]]
-            if content is not None and content.tokens != tuple(sequence.tokens[at * B : (at + 1) * B]):
+            if content is not None and content.tokens != tuple(sequence.content[at * B : (at + 1) * B]):
                 return False
     return True

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.serve.grammar import Grammar
+from bagu.serve.images.prompt import PromptImage
 
 Finish = Literal["stop", "length", "abort", "error"]
 NOT_FINITE = "the probabilities are not finite"  # `TokenEvent.stop_reason` of a choice whose adapter overflows
@@ -112,6 +113,7 @@ class Request:
     arrival: float = 0.0  # seconds, on any clock that is the same for all requests
     score_start: int = 0  # prompt logprobs are computed from this position on
     adapter: str | None = None  # the name of a LoRA adapter; None: the base model
+    images: tuple[PromptImage, ...] = ()  # in the order of their places in the prompt
 
     def __post_init__(self) -> None:
         if not self.prompt:

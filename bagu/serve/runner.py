@@ -35,6 +35,7 @@ from bagu.serve.cpu.low_rank import LowRankPairs
 from bagu.serve.cpu.match import DecodeStep, KeptMatch
 from bagu.serve.cpu.quantize import int8, merged, replace_linears
 from bagu.serve.graphs import GraphDecode
+from bagu.serve.images.encoder import ImageEncoder
 from bagu.serve.inputs import StepInputs
 from bagu.serve.kv.paged import PagedKV
 from bagu.serve.plan import Plan
@@ -58,12 +59,12 @@ class Runner:
 
     def __init__(
         self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, mesh: Mesh | None = None,
-        adapters: AdapterWeights | None = None,
+        adapters: AdapterWeights | None = None, images: ImageEncoder | None = None,
     ) -> None:  # fmt: skip
         device = model.embedding.weight.device
         self.kv, self.device = kv, device
         self.inputs = StepInputs(kv, device, config.max_num_seqs, max_model_len, adapters=adapters is not None)
-        self.source, self.config, self.mesh, self.adapters = model, config, mesh, adapters
+        self.source, self.config, self.mesh, self.adapters, self.images = model, config, mesh, adapters, images
         self.graphs: GraphDecode | None = None
         self.matched = KeptMatch()
         self.released = False  # whether `release_source` was called
@@ -104,7 +105,7 @@ class Runner:
         if self.graphs is not None:
             ways.append(Replay(self.graphs, self.inputs))
         if self.model is not None:
-            ways.append(Forward(self.model, self.kv, self.inputs, self._adapter_rows))
+            ways.append(Forward(self.model, self.kv, self.inputs, self._adapter_rows, self.images))
         return ways
 
     @property
@@ -135,8 +136,8 @@ class Runner:
     def _only_compiled(self, rounding: Rounding) -> bool:
         """Whether the C++ computes all steps, because it has the same products as the quantized layers. A second copy
         of the weights is then not made. int8 without dot products: torch has integer products, the C++ does not.
-        Batches with adapters and long prompts run the layers."""
-        if not isinstance(self.compiled, CompiledDecode) or self.adapters is not None:
+        Batches with adapters and long prompts run the layers, and so do prompts with images."""
+        if not isinstance(self.compiled, CompiledDecode) or self.adapters is not None or self.images is not None:
             return False
         return rounding == "int4" or (rounding == "int8" and has_int8_dot())
 

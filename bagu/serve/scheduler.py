@@ -37,6 +37,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 
 from bagu.errors import ArgumentError
+from bagu.serve.images.prompt import EncoderBudget
 from bagu.serve.kv.blocks import Blocks, Table
 from bagu.serve.limits import SchedulerConfig
 from bagu.serve.plan import NO_DRAFT, SHORT, Plan, PlanBuilder, Sequence, Slice
@@ -50,8 +51,11 @@ MAX_IN_FLIGHT = 2
 class Scheduler:
     """Plans the sequences of `queues`, and turns the sampled tokens of a plan into events."""
 
-    def __init__(self, config: SchedulerConfig, blocks: Blocks, speculator: Speculator | None = None) -> None:
-        self.config, self.blocks, self.speculator = config, blocks, speculator
+    def __init__(
+        self, config: SchedulerConfig, blocks: Blocks, speculator: Speculator | None = None,
+        encoder: EncoderBudget | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.blocks, self.speculator, self.encoder = config, blocks, speculator, encoder
         self.queues = SequenceQueues(config, blocks, speculator)
         self._step_tokens = config.max_num_batched_tokens  # lower after a step that ran out of memory
         self._number = count()
@@ -64,6 +68,8 @@ class Scheduler:
         if len(self.queues.in_flight) >= MAX_IN_FLIGHT or any(plan.num_drafts for plan in self.queues.in_flight):
             return None
         builder = PlanBuilder()
+        if self.encoder is not None:
+            self.encoder.begin()
         # Below 0 if the choices of one request are more than `limit_step` allows: each gets a token nevertheless.
         spare = max(self._step_tokens - len(self.queues.running), 0)
         preempted = self.queues.preemptions
@@ -158,7 +164,9 @@ class Scheduler:
             todo = (known if known < sequence.end else sequence.end) - start
             if todo <= 0 or (sequence.forks and sequence.pending):  # the last token is in flight, or the fork is
                 continue
-            length = 1 if todo == 1 else min(todo, spare + 1)
+            length = self._encodable(sequence, start, 1 if todo == 1 else min(todo, spare + 1))
+            if not length:
+                continue
             table = sequence.table
             assert table is not None
             if table.shared or start + length > table.columns * B:
@@ -211,8 +219,10 @@ class Scheduler:
             if running and running + choices > self._step_tokens:  # each needs a token per step
                 return
             limit = self._hit_limit(sequence, known)
-            prefix = self.blocks.match(sequence.tokens, sequence.keys, limit=limit, root=sequence.root)
-            if not self.blocks.fits(prefix, known):
+            prefix = self.blocks.match(sequence.content, sequence.keys, limit=limit, root=sequence.root)
+            at = prefix.columns * self.blocks.block_size
+            most = self._encodable(sequence, at, min(known - at, spare))
+            if not most or not self.blocks.fits(prefix, known):
                 return
             self.queues.waiting.pop(0)
             self.queues.begin(sequence, prefix)
@@ -220,12 +230,17 @@ class Scheduler:
             assert table is not None
             start = sequence.planned
             room = self.blocks.positions_available(table, start)
-            length = min(known - start, spare, room)
+            length = min(most, room)
             assert length > 0, "admitted a sequence without room for a token"
             self.queues.reserve(builder, sequence, table, start + length)
             spare -= length
             samples = start + length == len(sequence.tokens) and sequence.draws
             self._add_slice(builder, table, Slice(sequence, start, length, samples))
+
+    def _encodable(self, sequence: Sequence, start: int, length: int) -> int:
+        """How many of `length` positions the step may compute: images to encode have a budget of their own."""
+        images = sequence.request.images
+        return length if self.encoder is None or not images else self.encoder.cut(images, start, length)
 
     def _hit_limit(self, sequence: Sequence, known: int) -> int:
         """How many leading tokens may come from the prefix cache: not the last one, whose logits are needed, and none
@@ -285,6 +300,8 @@ class Scheduler:
         """Append a sampled token, and end the choice if it is the last."""
         request, tokens = sequence.request, sequence.tokens
         tokens.append(token)
+        if sequence.content is not tokens:
+            sequence.content.append(token)
         num_output, reason = len(tokens) - sequence.num_prompt, None
         finish: Finish | None = None
         # With a grammar, a stop token is sampled before min_tokens only if no other token can follow.

@@ -35,6 +35,8 @@ class EngineStats:
     mask_wait_s: float = 0.0  # the part of it that took time of the engine's thread
     not_finite: int = 0  # choices that ended because their adapter's probabilities are not finite
     forced_tokens: int = 0  # of generated_tokens: not sampled, since a grammar allowed no other
+    images_encoded: int = 0
+    images_reused: int = 0  # in steps, with vectors that were kept
 
 
 class StepCounter:

@@ -3,7 +3,7 @@ states when the tokens that the previous step samples are known.
 
     Compiled   a CPU, short steps: one call of C++ (cpu/compiled.py, cpu/invariant_decode.py)
     Replay     a GPU, steps without prompts: a CUDA graph (graphs.py)
-    Forward    every step: `Transformer.forward` on the packed tokens of all sequences
+    Forward    every step: `Transformer.forward` on the packed tokens of all sequences; alone takes those with images
 
 Dims: T = tokens, D = features.
 """
@@ -16,11 +16,12 @@ from typing import Protocol
 
 import torch
 
-from bagu.nn.model import Transformer
+from bagu.nn.model import Placed, Transformer
 from bagu.serve.adapters.layers import Rows
 from bagu.serve.cpu.compiled import CompiledDecode, Decodes
 from bagu.serve.cpu.invariant_decode import InvariantDecode
 from bagu.serve.graphs import GraphDecode
+from bagu.serve.images.encoder import ImageEncoder
 from bagu.serve.inputs import Late, StepInputs, sample_rows
 from bagu.serve.kv.paged import Batch, PagedKV
 from bagu.serve.plan import Plan
@@ -58,6 +59,8 @@ class Compiled:
         self.step, self.inputs, self.always, self.prompts = step, inputs, always, prompts
 
     def takes(self, plan: Plan) -> bool:
+        if plan.images:
+            return False
         if plan.max_len == 1 or self.always:
             return True
         return plan.num_tokens <= SHORT_STEP and (self.prompts or not plan.num_prompts)
@@ -78,7 +81,7 @@ class Replay:
         self.graphs, self.inputs = graphs, inputs
 
     def takes(self, plan: Plan) -> bool:
-        return not plan.num_prompts
+        return not plan.num_prompts and not plan.images
 
     def stage(self, plan: Plan) -> Staged:
         captured, late, rows = self.graphs.load(self.inputs.arrays(plan))
@@ -92,28 +95,38 @@ class Replay:
 
 
 class Forward:
-    """`adapters` are where the layers read the adapters of tokens, if there are any."""
+    """`adapters` are where the layers read the adapters of tokens, if there are any; `images` has the vectors of
+    images."""
 
-    def __init__(self, model: Transformer, kv: PagedKV, inputs: StepInputs, adapters: Rows | None = None) -> None:
-        self.model, self.kv, self.inputs, self.adapters = model, kv, inputs, adapters
+    def __init__(
+        self, model: Transformer, kv: PagedKV, inputs: StepInputs, adapters: Rows | None = None,
+        images: ImageEncoder | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.kv, self.inputs, self.adapters, self.images = model, kv, inputs, adapters, images
 
     def takes(self, plan: Plan) -> bool:
         return True
 
     def stage(self, plan: Plan) -> Staged:
         batch, late, rows = self.inputs.batch(plan)
+        placed = None
+        if plan.images:
+            assert self.images is not None, "the engine refuses images that no encoder takes"
+            placed = self.images.place(plan.images)
 
         def run(tokens: torch.Tensor | None) -> torch.Tensor:
             _fill(batch, late, tokens)
-            return self(batch)
+            return self(batch, placed)
 
         return Staged(plan, run, rows)
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: Batch, placed: Placed | None = None) -> torch.Tensor:
         self.kv.load(batch)
         if self.adapters is not None:
             self.adapters.load(batch.adapters)
-        hidden: torch.Tensor = self.model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv).hidden
+        hidden: torch.Tensor = self.model(
+            batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, self.kv, placed=placed
+        ).hidden
         return hidden
 
 

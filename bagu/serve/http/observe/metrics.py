@@ -177,6 +177,8 @@ def _gauges(engine: EngineStats, label: str) -> Iterator[str]:
         ("vllm:spec_decode_num_drafts_total", "counter", "Verified drafts, of one or more tokens.", engine.drafts),
         ("vllm:spec_decode_num_draft_tokens_total", "counter", "Drafted tokens verified.", engine.draft_tokens),
         ("vllm:spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens accepted.", engine.accepted_tokens),
+        ("bagu:images_encoded_total", "counter", "Images that the encoder has computed.", engine.images_encoded),
+        ("bagu:images_reused_total", "counter", "Images in steps whose vectors were kept.", engine.images_reused),
         ("bagu:not_finite_total", "counter", "Choices whose adapter overflowed.", engine.not_finite),
         ("bagu:constrained_requests_total", "counter", "Requests with a grammar.", engine.constrained_requests),
         ("bagu:grammar_compilations_total", "counter", "Grammars compiled.", engine.grammar_compilations),
