@@ -31,6 +31,15 @@ class Loader:
         device = named_device(self.device)
         dtype = compute_dtype(device) if self.dtype == "auto" else named_dtype(self.dtype)
         found = find_model(self.model)
+        if (found / "vision.json").is_file():
+            from bagu.nn.vision.vlm import VLM
+            from bagu.recipes.vision.run import load_vision
+
+            seeing = load_vision(found)
+            if not isinstance(seeing.model, VLM):
+                hint = "serve the result of `bagu train --recipe vlm`"
+                raise BaguError(f"{self.model} is a {seeing.run.kind} model, which generates no text", hint=hint)
+            return seeing.model.to(device, dtype), seeing.tokenizer, ChatEncoder(seeing.tokenizer)
         if not self.allow_reward:
             check_predicts_tokens(found, self.model)
         model = load_model(found, dtype=dtype, device="cpu" if self.on_host else device)

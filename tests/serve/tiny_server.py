@@ -49,6 +49,10 @@ def load(*, kind: str = "generator", broken: bool = False, template: str | None 
     from bagu.nn import ModelConfig, Transformer, init_weights
 
     torch.set_num_threads(1)
+    if kind == "vlm":
+        from small_vlm import loaded
+
+        return loaded()
     corpus = ["def f(x):\n    return x\n", "hello world, 你好，世界 🙂 "] * 4
     special = (*SPECIAL_TOKENS, *(("[TOOL_CALLS]",) if template and "[TOOL_CALLS]" in template else ()))
     tokenizer = BpeTokenizer.train(
@@ -180,7 +184,7 @@ if __name__ == "__main__":
     parser.add_argument("--api-keys", type=Path)
     parser.add_argument("--open-metrics", action="store_true")
     parser.add_argument("--allowed-origins", nargs="*", default=())
-    parser.add_argument("--kind", choices=("generator", "encoder", "reward"), default="generator")
+    parser.add_argument("--kind", choices=("generator", "encoder", "reward", "vlm"), default="generator")
     parser.add_argument("--embeddings", action="store_true")
     parser.add_argument("--template", type=Path)
     parser.add_argument("--broken", action="store_true")

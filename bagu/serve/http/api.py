@@ -67,7 +67,8 @@ class Api(ResponsesRoutes, ScoreRoutes, AdapterRoutes):
             turn = await self.find_turn(request, body.file_search, question, earlier, "file_search.")
         given = body if turn is None else ChatWithPassages(body, turn)
         respond = partial(chat_response, turn=turn)
-        return await self.run_generation(request, given, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
+        large = await self.find_images(request, body.messages) or len(raw) > LARGE_BODY
+        return await self.run_generation(request, given, respond, large=large, user=user_of(body))
 
     async def completions(self, request: Request) -> Response:
         self.catalog.check_ready()

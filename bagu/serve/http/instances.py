@@ -187,6 +187,8 @@ class OneModel:
 def model_entry(ready: Ready | None, generation: GenerationDefaults) -> dict[str, Any]:
     """The maximum length and the default sampling of a model, if they are known and apply."""
     known: dict[str, Any] = {} if ready is None else {"max_model_len": ready.max_model_len}
+    if ready is not None and ready.images is not None:
+        known["images"] = True
     if ready is None or ready.generates:
         known["default_sampling"] = generation.effective
         known["suggested_prompts"] = list(generation.suggested_prompts)

@@ -44,6 +44,9 @@ class ServerOptions:
     files: Annotated[
         Path | None, Option("Keep uploaded files and vector stores here. Default: until the server stops.")
     ] = None
+    allow_image_host: Annotated[
+        tuple[str, ...], Option("Fetch images of prompts from this host; repeatable. Default: none.", metavar="NAME")
+    ] = ()
     shutdown_timeout: Annotated[float, Option("Seconds to let running requests finish on shutdown.")] = 30.0
     log_level: Annotated[str, Option("debug, info, warning or error.")] = "warning"
     log_format: Annotated[str, Option("text, or json: one line per request on stderr.")] = "text"

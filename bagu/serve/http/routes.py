@@ -35,6 +35,7 @@ class ApiConfig:
     observers: tuple[Observer, ...] = ()  # called with the record of every request that has ended
     files: Path | None = None  # folder of the uploaded files; None: a temporary one
     indexes: Mapping[str, Path] = field(default_factory=dict)  # by name; every key may search them
+    image_hosts: frozenset[str] = frozenset()  # whose images are fetched
     request_timeout: float = 20.0  # seconds for the body of a request, plus one per calls.MIN_RATE bytes
 
 

@@ -82,7 +82,7 @@ class Server:
             keys=_keys(options), open_metrics=options.open_metrics,
             allowed_origins=options.origins, created=int(time.time()),
             request_timeout=options.request_timeout, observers=tuple(observers), files=options.files,
-            indexes=options.indexes,
+            indexes=options.indexes, image_hosts=frozenset(map(str.lower, options.allow_image_host)),
         )  # fmt: skip
         self._listener = listen(options.host, options.port)
         routes = api(models, metrics, config)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from bagu.parallel.unlike.profile import StepCost
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import GenerationDefaults
+from bagu.serve.images.prompt import ImageSpec
 from bagu.serve.kv.groups import LayerGroup
 from bagu.serve.message.format import finds_reasoning
 from bagu.serve.message.forms import ToolForm, find_form
@@ -23,8 +24,11 @@ from bagu.types import Tokenizer
 
 if TYPE_CHECKING:  # the HTTP server's process does not import torch
     from bagu.nn.model import Transformer
+    from bagu.nn.vision.vlm import VLM
 
-Load = Callable[[], "tuple[Transformer, Tokenizer, Chat | None]"]  # model, tokenizer, chat encoder or None; picklable
+Load = Callable[
+    [], "tuple[Transformer | VLM, Tokenizer, Chat | None]"
+]  # model, tokenizer, chat encoder or None; picklable
 
 
 class Submit(NamedTuple):
@@ -126,6 +130,7 @@ class Ready:
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that were loaded at the start
     loads_adapters: bool = False  # whether requests may load and unload adapters
     capacity: Capacity | None = None  # measured if `EngineConfig.is_replica`
+    images: ImageSpec | None = None  # None: a model of text alone
 
     @property
     def embeds(self) -> bool:

@@ -81,6 +81,7 @@ def serve_generation(
         tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
         adapters=engine.adapters.infos, loads_adapters=engine.config.adapter_root is not None,
         capacity=capacity,
+        images=None if engine.images is None else engine.images.spec,
     )  # fmt: skip
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
     if engine.config.adapter_slots:

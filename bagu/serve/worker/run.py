@@ -99,15 +99,23 @@ def _prepare(
     pipe: Connection, messages: Messages, load: Load, config: EngineConfig, load_draft: Load | None
 ) -> Callable[[], None]:
     """Load the model and warm it up; returns the function that serves it."""
+    from bagu.nn.vision.vlm import VLM
+
     model, tokenizer, chat = load()
-    if config.embeddings or not model.config.causal or model.config.score_head:
+    if isinstance(model, VLM):
+        if config.embeddings:
+            raise ArgumentError("embeddings of a vision-language model", hint="leave out --embeddings")
+    elif config.embeddings or not model.config.causal or model.config.score_head:
         return partial(serve_encoder, pipe, messages, model, tokenizer, chat, config)
     from bagu.serve.engine import Engine
     from bagu.serve.speculation.draft_model import DraftSource
     from bagu.serve.warm_up import WarmUp
     from bagu.serve.worker.measure import measure_engine
 
-    draft = None if load_draft is None else DraftSource(*load_draft()[:2])
+    draft = None
+    if load_draft is not None:
+        guess, words, _ = load_draft()
+        draft = DraftSource(guess.decoder if isinstance(guess, VLM) else guess, words)
     engine = Engine(model, tokenizer, config, draft=draft)
     engine.release_source()
     del model  # the engine has a part of it with tp > 1, and quantized weights with quantization

@@ -9,7 +9,8 @@ from bagu.errors import ArgumentError
 from bagu.serve.grammar import Grammar
 from bagu.serve.http.bodies import fields
 from bagu.serve.http.bodies.fields import refuse_unsupported
-from bagu.serve.http.bodies.messages import Message, for_template
+from bagu.serve.http.bodies.images import check_images, with_images
+from bagu.serve.http.bodies.messages import Message, for_template, image_parts, without_images
 from bagu.serve.http.bodies.openai import MAX_TOP_LOGPROBS, Count, Generation, Job
 from bagu.serve.http.bodies.structured import grammar_of
 from bagu.serve.http.bodies.texts import check_chat_length, render, tokens_left
@@ -49,13 +50,17 @@ class ChatBody(ToolFields, Generation):
         self.check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs", hint='add "logprobs": true')
-        check_chat_length(ready, "messages", self.messages)
+        check_chat_length(ready, "messages", without_images(self.messages))
         check_chat_length(ready, "tools", self.tools)
         check_chat_length(ready, "chat_template_kwargs", self.chat_template_kwargs)
         tools = self.chosen_tools()
-        prompt = self.prompt_ids(ready)
+        if parts := image_parts(self.messages):
+            check_images(parts, ready)
+        prompt, images = self.prompt_ids(ready), ()
         if not prompt:
             raise ApiError(400, "the prompt is empty", param="messages", hint="the chat template writes nothing")
+        if parts:
+            prompt, images = with_images(prompt, parts, ready)
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         left = tokens_left([prompt], asked, ready.max_model_len, "messages")
         stops = {*(self.stop_token_ids or ()), *(() if self.ignore_eos else ready.turn_ends)}
@@ -67,7 +72,8 @@ class ChatBody(ToolFields, Generation):
             stop_token_ids=tuple(sorted(stops)),
             **({} if grammar is None else {"grammar": grammar}),
         )
-        return self.job("chatcmpl", [prompt], sampling, None)._replace(format=format)
+        job = self.job("chatcmpl", [prompt], sampling, None)
+        return job._replace(format=format, requests=tuple(replace(r, images=images) for r in job.requests))
 
     def _format(
         self, ready: Ready, prompt: list[int], tools: list[Tool]
@@ -120,6 +126,9 @@ class ChatBody(ToolFields, Generation):
         if last["role"] != "user":
             hint = "the last message is the user's question"
             raise ApiError(400, f"file_search after a message of {last['role']!r:.40}", param="file_search", hint=hint)
+        if image_parts(self.messages[-1:]):
+            hint = "ask about the image without file_search"
+            raise ApiError(400, "file_search for a question with an image", param="file_search", hint=hint)
         return str(last["content"]), as_sent(before)
 
 

@@ -5,11 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from bagu.serve.http.bodies.images import ImagePart
 from bagu.serve.http.bodies.openai import Body
 from bagu.serve.http.bodies.parse import check_json
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.files_api.bodies import Sources
 from bagu.serve.message.forms import ToolForm
+
+MAX_IMAGES = 64  # of a request; the context of the model usually allows fewer
 
 
 class TextPart(Body):
@@ -30,22 +33,61 @@ class ToolCall(Body):
 
 class Message(Body):
     role: str
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: (
+        str
+        | Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)]
+        | None
+    ) = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant's message
     tool_call_id: str | None = None  # of the result of a call, with the role "tool"
     sources: Sources | None = None  # of an assistant's message: what its question was sent with
 
     def plain(self) -> dict[str, Any]:
         """The message as a dict for the template: text parts are joined, unknown fields are kept. A message that only
-        calls tools has the content None, which templates distinguish from an empty text."""
+        calls tools has the content None, which templates distinguish from an empty text. With images, the content is a
+        list of parts, in which an image has no data."""
         parts = self.content
-        text = "\n".join(part.text for part in parts) if isinstance(parts, list) else parts
+        text: str | list[dict[str, str]] | None
+        if not isinstance(parts, list):
+            text = parts
+        elif any(isinstance(part, ImagePart) for part in parts):
+            text = [{"type": "text", "text": p.text} if isinstance(p, TextPart) else {"type": "image"} for p in parts]
+        else:
+            text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
         if text is None and not self.tool_calls:
             text = ""
         given: dict[str, Any] = {"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}
         if self.sources:
             given["sources"] = self.sources
         return {**(self.model_extra or {}), **given, "role": self.role, "content": text}
+
+
+def image_parts(messages: list[Message]) -> list[tuple[str, ImagePart]]:
+    """The images of all messages in order, with their places in the body. Raises 400 for one that is not a user's, and
+    for too many."""
+    found: list[tuple[str, ImagePart]] = []
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, ImagePart):
+                continue
+            place = f"messages.{i}.content.{j}"
+            if message.role != "user":
+                hint = "send images in messages of the user"
+                raise ApiError(400, f"{place} is an image of {message.role!r:.40}", param=place, hint=hint)
+            found.append((place, part))
+            if len(found) > MAX_IMAGES:
+                raise ApiError(400, f"more than {MAX_IMAGES} images", param=place, hint="send fewer")
+    return found
+
+
+def without_images(messages: list[Message]) -> list[Message]:
+    """The messages as text alone, whose length is checked."""
+    return [
+        m.model_copy(update={"content": [p for p in m.content if isinstance(p, TextPart)]})
+        if isinstance(m.content, list)
+        else m
+        for m in messages
+    ]
 
 
 def for_template(messages: list[Message], form: ToolForm | None) -> list[dict[str, Any]]:

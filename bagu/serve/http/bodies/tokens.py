@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field
 
 from bagu.serve.http.bodies import fields
-from bagu.serve.http.bodies.messages import Message, for_template
+from bagu.serve.http.bodies.images import check_images
+from bagu.serve.http.bodies.messages import Message, for_template, image_parts, without_images
 from bagu.serve.http.bodies.openai import Body, ModelName, TokenId
 from bagu.serve.http.bodies.texts import SHORT, check_chat_length, check_tokens, encode, render
 from bagu.serve.http.errors import ApiError
@@ -36,8 +37,14 @@ class TokenizeBody(Body):
         if self.add_special_tokens:
             hint = "leave it out: the chat template adds special tokens"
             raise ApiError(400, "add_special_tokens needs a prompt", param="add_special_tokens", hint=hint)
-        check_chat_length(ready, "messages", self.messages)
-        return render(ready, for_template(self.messages or [], ready.tool_form), {})
+        messages = self.messages or []
+        check_chat_length(ready, "messages", without_images(messages))
+        parts = image_parts(messages)
+        spec = check_images(parts, ready) if parts else None
+        ids = render(ready, for_template(messages, ready.tool_form), {})
+        if spec is None:
+            return ids
+        return [id for id in ids for _ in range(spec.tokens if id == spec.token else 1)]
 
 
 class DetokenizeBody(Body):

@@ -13,6 +13,7 @@ from bagu.serve.http.bodies import fields
 from bagu.serve.http.bodies.openai import Body, Word
 from bagu.serve.http.errors import ApiError
 
+PURPOSES = ("assistants", "user_data", "vision")  # of uploaded files
 MAX_DEPTH = 8  # of filters in filters
 Metadata = Annotated[  # OpenAI's limits
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)

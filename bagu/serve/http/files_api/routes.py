@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
+from bagu.errors import ArgumentError
 from bagu.retrieve.read import MAX_BYTES
 from bagu.retrieve.split import Chunking
+from bagu.serve.http.bodies.images import refused_url
+from bagu.serve.http.bodies.messages import Message, image_parts
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.calls import json_response, read_body
 from bagu.serve.http.errors import ApiError
-from bagu.serve.http.files_api.bodies import FileSearch, SearchBody, StoreBody, StoreChange, StoreFileBody
+from bagu.serve.http.files_api.bodies import PURPOSES, FileSearch, SearchBody, StoreBody, StoreChange, StoreFileBody
 from bagu.serve.http.files_api.multipart import parse_form
 from bagu.serve.http.files_api.turn import DEFAULT_RESULTS, Source, Turn
 from bagu.serve.http.routes import Routes, key_of
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from bagu.serve.http.files_api.library import Library
 
 T = TypeVar("T")
-PURPOSES = ("assistants", "user_data")
 FORM_OVERHEAD = 2**16  # bytes of a form besides its file
 PAGE = 100
 
@@ -48,6 +50,32 @@ class FilesRoutes(Routes):
         k, options = asked.max_num_results or DEFAULT_RESULTS, asked.arguments(place)
         found = await self._run(self.library.search, request, asked.vector_store_ids, question, k, **options)
         return Turn(question, found, earlier)
+
+    async def find_images(self, request: Request, messages: list[Message]) -> bool:
+        """Give the images of messages the bytes of their files and URLs; whether there are images."""
+        parts = image_parts(messages)
+        for place, part in parts:
+            id, url = part.image_url.file_id, part.image_url.url
+            if id is not None and url is None:
+                try:
+                    _, data = await self._run(self.library.content, request, id)
+                except ApiError as error:
+                    error.param = f"{place}.image_url.file_id"
+                    raise
+                part.give(data)
+            elif id is None and url is not None and url.lower().startswith(("http:", "https:")):
+                part.give(await self._fetch_image(url, place))
+        return bool(parts)
+
+    async def _fetch_image(self, url: str, place: str) -> bytes:
+        if not self.config.image_hosts:
+            raise refused_url(url, place)
+        from bagu.serve.images.fetch import fetch_image
+
+        try:
+            return await asyncio.to_thread(fetch_image, url, self.config.image_hosts)
+        except ArgumentError as error:
+            raise ApiError(400, f"{place}: {error}", param=place, hint=error.hint) from error
 
     async def upload_file(self, request: Request) -> Response:
         raw = await read_body(request, self.config.request_timeout, most=MAX_BYTES + FORM_OVERHEAD)

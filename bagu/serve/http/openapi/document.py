@@ -16,6 +16,7 @@ from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.openai import MODEL_NAME, NUM_TOKENS, TOKEN_ID, Body, CompletionBody, EmbeddingBody
 from bagu.serve.http.bodies.scores import RerankBody, ScoreBody
 from bagu.serve.http.bodies.tokens import DetokenizeBody, TokenizeBody
+from bagu.serve.http.files_api.bodies import PURPOSES
 from bagu.serve.http.openapi import schemas
 from bagu.serve.http.openapi.files import FILE_OPERATIONS
 from bagu.serve.http.openapi.operation import NO_MODEL, NOT_READY, QUEUE_FULL, READING, Operation
@@ -66,7 +67,7 @@ ENGINE_OF = {
 }  # fmt: skip
 FORM = {
     "type": "object", "required": ["file", "purpose"],
-    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["assistants", "user_data"]}},
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}},
 }  # fmt: skip
 RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 OPERATIONS = (

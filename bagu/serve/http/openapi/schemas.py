@@ -258,6 +258,7 @@ class Model(Schema):
     max_model_len: int = 0  # only after the model is loaded
     default_sampling: DefaultSampling | None = None  # None for an encoder
     suggested_prompts: list[str] = []  # of generation_config.json, for the chat page
+    images: bool = False  # whether messages may have images
 
 
 class ModelList(Schema):

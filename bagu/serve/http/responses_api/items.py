@@ -1,6 +1,6 @@
 """Input items of the Responses API, and the chat messages that they mean.
 
-message               a message with text parts
+message               a message with text parts, of a user also with images
 function_call         a call that the assistant made; calls in a row belong to one message
 function_call_output  the result of a call
 reasoning             the assistant's reasoning before its next message
@@ -82,7 +82,27 @@ def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in ROLES:
         raise ApiError(400, f"{place}.role is {role!r:.40}", param=f"{place}.role", hint=f"use {', '.join(ROLES)}")
-    return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
+    content = item.get("content")
+    if role == "user" and isinstance(content, list) and any(_is_image(part) for part in content):
+        return {"role": role, "content": [_part(part, f"{place}.content.{i}") for i, part in enumerate(content)]}
+    return {"role": role, "content": _text(content, f"{place}.content")}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
+
+
+def _part(part: Any, place: str) -> dict[str, Any]:
+    """A part of a message with images, as a chat request has it."""
+    if not _is_image(part):
+        return {"type": "text", "text": _text([part], place)}
+    source = {name: part[name] for name in ("file_id", "detail") if part.get(name) is not None}
+    if (url := part.get("image_url")) is not None:
+        source["url"] = url
+    if not all(isinstance(value, str) for value in source.values()) or not source.keys() & {"url", "file_id"}:
+        hint = '"image_url": "data:image/png;base64,…", or "file_id"'
+        raise ApiError(400, f"{place} has no image", param=place, hint=hint)
+    return {"type": "image_url", "image_url": source}
 
 
 def _call(item: Mapping[str, Any], place: str) -> dict[str, Any]:

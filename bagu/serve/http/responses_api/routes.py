@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from bagu.serve.http.bodies.parse import parse
 from bagu.serve.http.calls import json_response
+from bagu.serve.http.errors import ApiError
 from bagu.serve.http.files_api.routes import FilesRoutes
 from bagu.serve.http.files_api.turn import Source, as_sent
 from bagu.serve.http.instances import Models
@@ -35,13 +36,17 @@ class ResponsesRoutes(FilesRoutes):
         earlier += as_sent(messages, len(earlier))
         turn = None
         if (asked := body.file_search) is not None and messages[-1]["role"] == "user":
+            if not isinstance(messages[-1]["content"], str):
+                hint = "ask about the image without file_search"
+                raise ApiError(400, "file_search for a question with an image", param="tools", hint=hint)
             turn = await self.find_turn(request, asked, str(messages[-1]["content"]), earlier, "tools.")
         chat = body.to_chat(messages, turn)
         respond = partial(
             ModelResponse, asked=body, messages=chat.messages, store=self.stored, owner=owner, turn=turn,
             earlier=earlier,
         )  # fmt: skip
-        return await self.run_generation(request, chat, respond, large=len(raw) > LARGE_BODY, user=user_of(body))
+        large = await self.find_images(request, chat.body.messages) or len(raw) > LARGE_BODY
+        return await self.run_generation(request, chat, respond, large=large, user=user_of(body))
 
     async def get_response(self, request: Request) -> Response:
         return json_response(self.stored.get(_owner(request), request.path_params["id"]).body)
