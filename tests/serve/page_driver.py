@@ -29,7 +29,7 @@ def opened(context: Any, url: str, key: str | None = None) -> Any:
     page = context.new_page()
     page.set_default_timeout(30_000)
     page.on("pageerror", lambda error: pytest.fail(f"the page threw: {error}"))
-    page.on("request", lambda r: r.url.startswith((url, "blob:")) or pytest.fail(f"outside request: {r.url}"))
+    page.on("request", lambda r: r.url.startswith((url, "blob:", "data:")) or pytest.fail(f"outside request: {r.url}"))
     page.goto(url)
     if key is not None:
         page.click("#open-settings")

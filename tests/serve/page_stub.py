@@ -80,6 +80,7 @@ class Stub(ThreadingHTTPServer):
         self.json = '{"city": "Lima", "population": 10092000}'
         self.models = ["tiny"]
         self.suggested: list[str] = []
+        self.images = False
         self.stores: list[dict[str, str]] = []
         self.pause_after: str | None = None
         self.resume = threading.Event()
@@ -180,7 +181,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.allowed():
                 common = {
                     "object": "model", "default_sampling": DEFAULT_SAMPLING,
-                    "suggested_prompts": self.server.suggested,
+                    "suggested_prompts": self.server.suggested, **({"images": True} if self.server.images else {}),
                 }  # fmt: skip
                 self.reply_json({"object": "list", "data": [{"id": id, **common} for id in self.server.models]})
         elif self.path.startswith("/v1/vector_stores?"):
@@ -196,6 +197,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.server.bodies.append(body)
         asked = body["messages"][-1]["content"]
+        if isinstance(asked, list):
+            asked = asked[-1]["text"]
         if "refuse" in asked:
             self.refuse(400, "the prompt has 9000 tokens and the model 4096")
             return

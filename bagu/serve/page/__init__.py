@@ -12,7 +12,7 @@ __all__ = ["HEADERS", "Asset", "assets"]
 
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     ),
     "X-Content-Type-Options": "nosniff",

@@ -27,13 +27,13 @@ export function canSend() {
   return !error;
 }
 
-export function send(text, parent = tree.shown(state.chat).at(-1)) {
+export function send(text, parent = tree.shown(state.chat).at(-1), images = []) {
   if (!text || !canSend()) return;
   const { chat } = state;
   if (!chat.title) chat.title = titleOf(text);
   if (!state.chats.includes(chat)) state.chats.unshift(chat);
   setOpen(chat.id, { replace: true });
-  const message = tree.append(chat, parent, { role: "user", content: text });
+  const message = tree.append(chat, parent, { role: "user", content: text, ...(images.length ? { images } : {}) });
   keep(chat);
   answer(chat, message, chosenModels());
 }
@@ -104,7 +104,7 @@ export const act = {
     answer(chat, parent, chosenModels().slice(0, 1));
   },
   edit(message, text) {
-    if (text) send(text, tree.byId(state.chat, message.parent));
+    if (text) send(text, tree.byId(state.chat, message.parent), message.images);
   },
   cancelEdit() {
     refresh();

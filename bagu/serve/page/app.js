@@ -3,6 +3,7 @@
 import { act, newChat, send, canSend, show } from "./actions.js";
 import { stop } from "./answers.js";
 import { keep } from "./keep.js";
+import { showImages, startImages, takeImages } from "./images.js";
 import { editLast } from "./messages.js";
 import { startModels } from "./models.js";
 import { showOptions, showSampling, startOptions } from "./options.js";
@@ -54,7 +55,7 @@ function submit() {
   if (!text || !canSend()) return;
   $("input").value = "";
   grow();
-  send(text);
+  send(text, undefined, takeImages());
 }
 
 function inputKeys(event) {
@@ -146,4 +147,5 @@ startTransfer();
 setOpen(state.chats.includes(state.chat) ? state.chat.id : null, { replace: true }); // the URL may contain a deleted one
 restorePlace(state.chat.id, scroll, $("messages"));
 $("input").focus();
-startModels(showSampling);
+startImages();
+startModels(() => (showSampling(), showImages()));

@@ -54,7 +54,8 @@ function fill(article, chat, look, act) {
 
 function fillUser(article, body, foot, chat, act) {
   const message = article._message;
-  body.textContent = message.content;
+  const image = (src, at) => el("img", { src, alt: t("image_number", { n: at + 1 }) });
+  body.replaceChildren(...(message.images ?? []).map(image), message.content);
   const copyIt = iconButton("copy", t("copy"), () => copy(message.content));
   const edit = iconButton("edit", t("edit"), () => editor(article, message, act), { class: "icon-button edit" });
   foot.replaceChildren(switcher(chat, message, act), copyIt, edit);

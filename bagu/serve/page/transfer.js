@@ -38,7 +38,7 @@ export function toJson(chats) {
   return `${JSON.stringify({ format: "bagu.chats", version: 1, chats: plain }, null, 2)}\n`;
 }
 
-const FIELDS = ["id", "parent", "role", "content", "reasoning", "model", "tool_calls", "tool_call_id", "name", "json"];
+const FIELDS = ["id", "parent", "role", "content", "reasoning", "model", "tool_calls", "tool_call_id", "name", "json", "images"];
 
 function plainMessage(message) {
   return Object.fromEntries(FIELDS.filter((name) => message[name] !== undefined).map((name) => [name, message[name]]));
@@ -51,6 +51,7 @@ function check(condition, what) {
 }
 
 const isText = (value) => typeof value === "string";
+const isImage = (value) => isText(value) && /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+$/.test(value);
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
 /** The conversations of a file: of `toJson`, or one with `messages` of roles and contents, as the API takes them.
@@ -98,6 +99,10 @@ function readMessage(given, at) {
   }
   if (message.id) message.parent ??= null;
   if (given.json === true) message.json = true;
+  if (given.images) {
+    check(Array.isArray(given.images) && given.images.every(isImage), place("images"));
+    message.images = given.images;
+  }
   if (given.tool_calls) message.tool_calls = readCalls(given.tool_calls, place("tool_calls"));
   return message;
 }
