@@ -75,10 +75,31 @@ def temperatures(largest: float, spread: float) -> list[Row]:
     return rows_of(columns, (0.1, "soft", 0.2, spread, largest), warm, hard)
 
 
+def patches(gain: float) -> list[Row]:
+    rows = [(p, seed, 2.0, 0.3 + gain * i + 0.001 * seed * i) for i, p in enumerate((16, 8, 4)) for seed in range(3)]
+    return rows_of("patch_pixels seed cpu_s found_share", *rows)
+
+
+def batches(gain: float) -> list[Row]:
+    sizes = enumerate((16, 64, 256))
+    rows = [(b, 0.002, seed, 0.3 + gain * i + 0.001 * seed * i) for i, b in sizes for seed in range(3)]
+    return rows_of("batch learning_rate seed found_share", *rows)
+
+
+def images(new: float, blocks: int, encoded: int) -> list[Row]:
+    columns = "side_pixels kind tokens time_ms blocks encoded_images"
+    return rows_of(
+        columns, (64, "text", 48, 1.0, 3, 0), (64, "image", 48, new, blocks, 1), (64, "seen", 48, 1.0, 3, encoded)
+    )
+
+
 # for each lab, rows for which the claim holds, and rows for which it does not
 PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     "ring_scaling": (ring_rows(1e-9), [row | {"sent_bytes": 1e9} for row in ring_rows(5000.0)]),
     "embedding_terms": (terms(0.01), terms(0.3)),
+    "contrastive_batch": (batches(0.1), batches(0.0)),
+    "image_tokens": (images(1.1, 3, 0), images(2.0, 9, 1)),
+    "patch_size": (patches(0.1), patches(-0.1)),
     "grouping_block": (temperatures(0.99, 1.1), temperatures(0.7, 6.0)),
     "deep_prenorm": (layers(1.1, 0.9), layers(9.0, 0.1)),
     "module_or_function": (
