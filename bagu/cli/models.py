@@ -15,7 +15,7 @@ from bagu.cli.help import Verbs
 from bagu.cli.options import dying_of_sigint, takes
 from bagu.recipes.verbs import CompareOptions, DemoOptions, EvalOptions, ExportOptions, TrainOptions
 
-PICTURES = ("clip", "groupvit", "vlm")  # the recipes of bagu/recipes/vision
+PICTURES = ("clip", "groupvit", "vlm", "scenes")  # the recipes of bagu/recipes/vision
 tokenizers = Verbs("Train a tokenizer, or measure one.")
 
 

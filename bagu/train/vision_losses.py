@@ -1,4 +1,5 @@
-"""The losses of models with images: contrastive for two towers, next token for a vision-language model.
+"""The losses of models with images: contrastive for two towers, next token for a vision-language model, and rewarded
+answers of one.
 
 A micro-batch holds packed texts and the images that belong to them. `contrastive_nll` never has a matrix of batch by
 batch; the negatives of a pair are those of its micro-batch.
@@ -29,6 +30,8 @@ class PictureBatch:
     max_len: int
     targets: torch.Tensor | None = None  # [T] int64, IGNORE where nothing is learned: images, questions
     num_targets: int = 0
+    weights: torch.Tensor | None = None  # [targets]: the advantages of sampled answers
+    reward: float = 0.0  # mean over the sampled answers
     num_padding: int = 0
 
     @property
@@ -36,7 +39,11 @@ class PictureBatch:
         return len(self.ids)
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> PictureBatch:
-        names = [n for n in ("images", "ids", "positions", "cu_seqlens", "targets") if getattr(self, n) is not None]
+        names = [
+            n
+            for n in ("images", "ids", "positions", "cu_seqlens", "targets", "weights")
+            if getattr(self, n) is not None
+        ]
         return replace(self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in names})
 
 
@@ -86,8 +93,21 @@ class AnswerLoss(Loss[PictureBatch, PictureTotals]):
         out = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len, images=batch.images)
         learned = batch.targets != IGNORE
         own, lse = ops.linear_cross_entropy(out.hidden[learned], model.decoder.head_weight, batch.targets[learned])
-        loss = (lse - own).sum() / totals.units
-        return MicroBatchLoss(loss=loss, metrics={"nll": loss.detach()})
+        nll = lse - own
+        loss = (nll if batch.weights is None else nll * batch.weights).sum() / totals.units
+        mean = nll.detach().sum() / totals.units
+        return MicroBatchLoss(loss=loss, metrics={"nll": mean, "reward": mean.new_tensor(batch.reward)})
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
         return {"loss_nats": sums["nll"], "targets": totals.units}
+
+
+class RewardedLoss(AnswerLoss):
+    """Cross-entropy of sampled answers, each weighted by its advantage. A step without advantages changes nothing."""
+
+    def totals(self, batches: Sequence[PictureBatch]) -> PictureTotals:
+        idle = not any(b.weights is not None and bool(b.weights.any()) for b in batches)
+        return replace(super().totals(batches), idle=idle)
+
+    def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
+        return {**super().metrics(loss, sums, totals), "reward_share": sums["reward"]}

@@ -12,11 +12,13 @@ from bagu.data.pictures import encode_png
 from bagu.errors import ArgumentError, BaguError
 from bagu.recipes.verbs import TrainOptions
 from bagu.recipes.vision import run as runs
-from bagu.recipes.vision.batches import IMAGE, answer_batches, glyph_batches, prompt_of
+from bagu.recipes.vision.batches import IMAGE, SPECIAL, answer_batches, glyph_batches, prompt_of
 from bagu.recipes.vision.budget import SCORES, SHARES, Budget
 from bagu.recipes.vision.command import demo_vision, train_main
 from bagu.recipes.vision.evaluate import best_iou, kmeans, unseen_concepts
+from bagu.recipes.vision.policy import rewarded_batch
 from bagu.recipes.vision.run import VisionRun, load_vision, new_tokenizer, train_vision, vision_recipe, with_steps
+from bagu.train.vision_losses import RewardedLoss
 from bagu.types import IGNORE
 
 TINY = {
@@ -117,6 +119,53 @@ def test_own_pictures_train_two_towers(tmp_path):
     done = train_vision(replace(tiny("clip"), data=str(tmp_path), rows=3), tmp_path / "run")
     assert done.run.data == str(tmp_path)
     assert 0 <= unseen_concepts(done, "zh")["r5"] <= 1
+
+
+def test_sampled_answers_are_rewarded_against_their_group():
+    pictures = torch.zeros(3, 3, 64, 64, dtype=torch.uint8)
+    answers = [[[7, 4], [8, 4]], [[7, 4], [7, 4]], [[9], [9, 4]]]
+    batch = rewarded_batch(pictures, [[2, 3], [2, 3], [2]], answers, [[7, 4], [7, 4], [9, 4]])
+    assert batch.reward == pytest.approx(4 / 6) and len(batch.images) == 4, "the second question says nothing"
+    assert batch.weights.tolist() == [1, 1, -1, -1, -1, 1, 1]
+    assert batch.targets.tolist() == [IGNORE, 7, 4, IGNORE, 8, 4, 9, 9, 4]
+    assert batch.ids.tolist() == [2, 3, 7, 2, 3, 8, 2, 2, 9]
+    equal = rewarded_batch(pictures, [[2, 3]], [[[7], [8]]], [[1]])
+    assert RewardedLoss().totals([equal]).idle and not RewardedLoss().totals([batch]).idle
+
+
+def test_scenes_goes_on_from_a_model_that_answers(tmp_path):
+    with pytest.raises(ArgumentError, match="needs a model that answers"):
+        train_vision(replace(tiny("vlm"), kind="scenes"), tmp_path / "none")
+    train_vision(configs.override(tiny("vlm"), ["model.decoder.num_layers=2"]), tmp_path / "vlm")
+    run = configs.override(with_steps(RECIPES["scenes"](), 2), ["rows=4", "samples=3"])
+    done = train_vision(run, tmp_path / "scenes", start=tmp_path / "vlm")
+    assert len(done.model.decoder.blocks) == 2, "the model is that of the run it starts from"
+    rows = [json.loads(line) for line in (tmp_path / "scenes" / "metrics.jsonl").read_text().splitlines()]
+    assert [0 <= row["reward_share"] <= 1 for row in rows] == [True, True]
+
+
+def test_rewarded_answers_become_likelier():
+    torch.manual_seed(0)
+    model = runs.new_model(tiny("vlm"))
+    tokens = model.config.image_tokens
+    prompt = [2, *[SPECIAL.index(IMAGE)] * tokens, 3]
+    pictures = torch.randint(0, 255, (1, 3, 64, 64), dtype=torch.uint8)
+    batch = rewarded_batch(pictures, [prompt], [[[40, 4], [50, 4]]], [[40, 4]])
+    loss, optimizer = RewardedLoss(), torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def margin() -> float:
+        with torch.no_grad():
+            hidden = model(torch.tensor(prompt), torch.arange(len(prompt)), torch.tensor([0, len(prompt)]).int(),
+                           len(prompt), images=pictures).hidden  # fmt: skip
+            logits = model.decoder.logits(hidden[-1:])[0]
+        return float(logits[40] - logits[50])
+
+    before = margin()
+    for _ in range(3):
+        loss(model, batch, loss.totals([batch])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert margin() > before
 
 
 PACES = ({"clip": 0.75, "vlm": 0.8, "groupvit": 3.7}, {"clip": 0.4, "vlm": 0.4, "groupvit": 1.0})

@@ -9,24 +9,29 @@ from pathlib import Path
 import torch
 
 from bagu.config import write_atomic
-from bagu.data.pictures.glyphs import SANS, UNSEEN, characters, concepts, imports, masks
+from bagu.data.pictures.glyphs import SANS, UNSEEN, Language, characters, concepts, imports, masks
 from bagu.data.pictures.paint import painted
 from bagu.data.pictures.read import decode, encode_png, pairs_of
 from bagu.data.pictures.scenes import draw_scenes, paint_scenes
 from bagu.errors import BaguError
 from bagu.machine.cache import cache_folder
 
+LANGUAGES: tuple[Language, ...] = ("en", "zh")
 SHOWN = 8  # concepts, one row each
 FONTS = (".ttf", ".otf", ".ttc")
 FONT_SIZES = (109, 128, 136, 64)  # bitmap fonts have one: Noto Color Emoji 109
 
 
 def show(words: str, out: Path, *, seed: int = 0) -> list[str]:
-    """Draw the concepts whose name has `words` in every style, or some scenes for "scenes"; return their names."""
+    """Draw the concepts whose name has `words` in every style, or some scenes for "scenes"; return their names. For
+    "scene" it is one, to ask a model about: its questions and answers are returned."""
     stream = torch.Generator().manual_seed(seed)
-    if words == "scenes":
-        scenes = draw_scenes(SHOWN, stream)
+    if words in ("scene", "scenes"):
+        one = words == "scene"
+        scenes = draw_scenes(1, stream, least=3) if one else draw_scenes(SHOWN, stream)
         out.write_bytes(encode_png(torch.cat(list(paint_scenes(scenes, stream).pictures), 2)))
+        if one:
+            return [f"{q.ask} {q.answer}" for language in LANGUAGES for q in scenes[0].questions(language)]
         return [f"{s.caption('en')} · {s.caption('zh')}" for s in scenes]
     wanted = words.lower()
     found = [c for c in concepts() if wanted in c.en or wanted in c.zh or wanted == c.char][:SHOWN]

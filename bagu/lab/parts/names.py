@@ -15,7 +15,7 @@ from bagu.train import fit
 
 def trained(run: VisionRun, device: str) -> Seeing:
     tokenizer, model = new_tokenizer(run), new_model(run).to(device)
-    loader = PictureLoader(batches_of(run, tokenizer), run.train.seed)
+    loader = PictureLoader(batches_of(run, tokenizer, model), run.train.seed)
     if fit(run.train, cast(Transformer, model), loader, loss=loss_of(run)).interrupted:
         raise KeyboardInterrupt
     return Seeing(run=run, model=model.eval(), tokenizer=tokenizer)

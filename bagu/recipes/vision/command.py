@@ -1,4 +1,4 @@
-"""`bagu train --recipe clip | groupvit | vlm` and `bagu demo --vision`."""
+"""`bagu train --recipe clip | groupvit | vlm | scenes` and `bagu demo --vision`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from bagu.recipes.vision.budget import SHARES, Budget
 from bagu.recipes.vision.evaluate import answer_scores, clip_scores, segment_scores, vlm_scores
 from bagu.recipes.vision.report import section, write_page
 from bagu.recipes.vision.run import (
-    RECIPES,
     Seeing,
     VisionRun,
     pace_of,
@@ -79,7 +78,7 @@ def scores_of(done: Seeing) -> dict[str, Any]:
             return clip_scores(done)
         case "groupvit":
             return segment_scores(done, None)
-        case "vlm":
+        case "vlm" | "scenes":
             return vlm_scores(done)
 
 
@@ -90,7 +89,7 @@ def demo_vision(out: Path, *, minutes: float = 5.0, seed: int = 0, console: Cons
     if out.exists() and any(out.iterdir()):
         raise BaguError(f"{out} is not empty", hint="give another folder with --out, or delete it")
     budget, sections = Budget(60 * minutes), []
-    stages = Stages(len(RECIPES) + 1, console=console)
+    stages = Stages(len(SHARES) + 1, console=console)
     results: dict[str, Mapping[str, Any]] = {}
     left_out: dict[str, str] = {}
     for name in SHARES:

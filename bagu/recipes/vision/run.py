@@ -18,6 +18,7 @@ from torch import nn
 
 from bagu import config as configs
 from bagu.config import write_atomic
+from bagu.data.pictures.scenes import DESCRIBE
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import ArgumentError, BaguError, UnknownName
 from bagu.machine.device import named_device
@@ -29,6 +30,7 @@ from bagu.nn.vision.group import GroupViTConfig, Stage
 from bagu.nn.vision.towers import TowersConfig, TwoTowers, init_vision
 from bagu.nn.vision.vit import ViTConfig
 from bagu.nn.vision.vlm import VLM, VLMConfig
+from bagu.recipes.generation import suggest
 from bagu.recipes.vision.batches import (
     IMAGE,
     SPECIAL,
@@ -45,10 +47,10 @@ from bagu.runs.observer import Observer
 from bagu.runs.progress import TrainProgress
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 from bagu.train.loss import Loss
-from bagu.train.vision_losses import AnswerLoss, TowersLoss
+from bagu.train.vision_losses import AnswerLoss, RewardedLoss, TowersLoss
 
 MODEL, TOKENIZER = "model", "tokenizer"
-Kind = Literal["clip", "groupvit", "vlm"]
+Kind = Literal["clip", "groupvit", "vlm", "scenes"]
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}" + IMAGE + "{% endif %}"
@@ -59,7 +61,8 @@ CHAT = (
 @dataclass(frozen=True, kw_only=True)
 class VisionRun:
     """A run with pictures. `data` is a folder or JSON lines of a user; None: glyphs for clip, scenes for the others.
-    `rows` are the pictures of a step, `vocab_size` the size of a new tokenizer."""
+    `rows` are the pictures of a step, `vocab_size` the size of a new tokenizer, `samples` the rewarded answers to a
+    question."""
 
     kind: Kind
     model: TowersConfig | VLMConfig
@@ -67,6 +70,7 @@ class VisionRun:
     rows: int
     data: str | None = None
     vocab_size: int = 1024
+    samples: int = 8
     device: str | None = None
 
 
@@ -126,7 +130,12 @@ def vlm() -> VisionRun:
     return VisionRun(kind="vlm", model=model, rows=64, train=_train(1000, 0.003))
 
 
-RECIPES: dict[str, Callable[[], VisionRun]] = {f.__name__: f for f in (clip, groupvit, vlm)}
+def scenes() -> VisionRun:
+    """GRPO on questions about scenes, from the result of `vlm`."""
+    return replace(vlm(), kind="scenes", rows=32, train=_train(100, 0.0005))
+
+
+RECIPES: dict[str, Callable[[], VisionRun]] = {f.__name__: f for f in (clip, groupvit, vlm, scenes)}
 
 
 def vision_recipe(name: str) -> VisionRun:
@@ -152,10 +161,16 @@ def new_model(run: VisionRun) -> TwoTowers | VLM:
     return model
 
 
-def batches_of(run: VisionRun, tokenizer: BpeTokenizer) -> Make:
+def batches_of(run: VisionRun, tokenizer: BpeTokenizer, model: nn.Module) -> Make:
+    """`model` answers the questions of recipe scenes."""
     if isinstance(run.model, VLMConfig):
         if run.data is not None:
-            raise BaguError("recipe vlm trains on scenes, and data is given", hint="leave it out")
+            raise BaguError(f"recipe {run.kind} trains on scenes, and data is given", hint="leave it out")
+        if run.kind == "scenes":
+            from bagu.recipes.vision.policy import rollout_batches
+
+            assert isinstance(model, VLM)
+            return rollout_batches(model, tokenizer, run.rows, run.samples)
         return answer_batches(tokenizer, run.rows, run.model.image_tokens)
     image = run.model.image
     size = image.image_size if isinstance(image, ViTConfig) else image.vit.image_size
@@ -165,7 +180,9 @@ def batches_of(run: VisionRun, tokenizer: BpeTokenizer) -> Make:
 
 
 def loss_of(run: VisionRun) -> Loss[Any, Any]:
-    return TowersLoss() if isinstance(run.model, TowersConfig) else AnswerLoss()
+    if isinstance(run.model, TowersConfig):
+        return TowersLoss()
+    return RewardedLoss() if run.kind == "scenes" else AnswerLoss()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +201,12 @@ def train_vision(
 ) -> Seeing:
     """Train a run in the folder `out`, and save its model. `start` is a run whose equal-named, equal-shaped weights
     are taken over: the ViT of `clip` for a `vlm`."""
+    begun: Seeing | None = None
+    if run.kind == "scenes" and not resume:
+        if start is None:
+            raise ArgumentError("recipe scenes needs a model that answers", hint="--from runs/vlm, of recipe vlm")
+        begun = load_vision(start)
+        run = replace(run, model=begun.run.model)
     folder = RunFolder.claim(out, resume=resume)
     try:
         extra = []
@@ -192,12 +215,13 @@ def train_vision(
 
             extra = [pair.text for pair in pairs_of(Path(run.data))]
         known = out / TOKENIZER
-        tokenizer = BpeTokenizer.load(known) if known.is_dir() else new_tokenizer(run, extra)
+        own = None if begun is None else begun.tokenizer
+        tokenizer = BpeTokenizer.load(known) if known.is_dir() else own or new_tokenizer(run, extra)
         device = named_device(run.device)
         model = new_model(run).to(device)
         if start is not None:
             take_over(model, start)
-        loader = PictureLoader(batches_of(run, tokenizer), run.train.seed)
+        loader = PictureLoader(batches_of(run, tokenizer, model), run.train.seed)
         folder.begin(run)
         tokenizer.save(known)
         shown = progress or TrainProgress(run.train.steps, name=run.kind, formats={"loss_nats": "loss {:.3f} nats"})
@@ -237,6 +261,8 @@ def save_vision(done: Seeing, folder: Path) -> None:
         {k: v.detach().cpu().contiguous() for k, v in done.model.state_dict().items()}, folder / "model.safetensors"
     )
     done.tokenizer.save(folder)
+    if isinstance(done.model, VLM):
+        suggest(folder, [DESCRIBE["en"], "how many things are there?", DESCRIBE["zh"]])
     write_atomic(folder / "vision.json", json.dumps(configs.to_dict(done.run), indent=2) + "\n")
 
 
@@ -263,7 +289,7 @@ def pace_of(run: VisionRun) -> float:
     took = 0.0
     for rows in (max(2, run.rows // 8), run.rows):
         timed = replace(run, rows=rows)
-        loader = PictureLoader(batches_of(timed, tokenizer), run.train.seed)
+        loader = PictureLoader(batches_of(timed, tokenizer, model), run.train.seed)
         began = time.monotonic()
         fit(replace(with_steps(timed, 1).train, save_every=None), model, loader, loss=loss_of(run))
         took = time.monotonic() - began

@@ -50,11 +50,17 @@ function grow() {
   refreshSend();
 }
 
-function submit() {
+function submitInput() {
   const text = $("input").value.trim();
   if (!text || !canSend()) return;
   $("input").value = "";
   grow();
+  submit(text);
+}
+
+/** Sends a text with the images that wait. */
+function submit(text) {
+  if (!text || !canSend()) return;
   send(text, undefined, takeImages());
 }
 
@@ -62,7 +68,7 @@ function inputKeys(event) {
   if (event.isComposing) return;
   if (event.key === "Enter" && !event.shiftKey) {
     event.preventDefault();
-    submit();
+    submitInput();
   } else if (event.key === "ArrowUp" && $("input").value === "" && !isRunning()) {
     event.preventDefault();
     editLast();
@@ -107,7 +113,7 @@ function find() {
 
 function listen() {
   const click = (id, listener) => $(id).addEventListener("click", listener);
-  $("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
+  $("composer").addEventListener("submit", (event) => (event.preventDefault(), submitInput()));
   $("input").addEventListener("input", grow);
   $("input").addEventListener("keydown", inputKeys);
   $("search").addEventListener("input", find);
@@ -119,7 +125,7 @@ function listen() {
   click("stop", stop);
   click("new", newChat);
   click("help", () => $("shortcuts").showModal());
-  click("examples", (event) => event.target.matches("button") && send(event.target.textContent));
+  click("examples", (event) => event.target.matches("button") && submit(event.target.textContent));
   click("probabilities", () => (change({ probabilities: !look.probabilities }), applyLook()));
   click("language", () => (change({ language: document.documentElement.lang === "zh" ? "en" : "zh" }), applyLook()));
   click("theme", () => {
