@@ -165,7 +165,8 @@ def test_a_hostile_image_is_refused_in_one_sentence(server: Running, name: str) 
     answer = server.http.post(CHAT, json=body({"type": "image_url", **HOSTILE[name]}))
     error = answer.json()["error"]
     assert answer.status_code == (404 if name == "unknown file" else 400), answer.text
-    assert error["param"].startswith("messages") and "\n" not in error["message"] and len(error["message"]) < 600
+    assert error["param"].startswith("messages.0.content.0") and "\n" not in error["message"]
+    assert len(error["message"]) < 600
 
 
 def _wide(mode: str) -> Image.Image:

@@ -37,7 +37,9 @@ def parse(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        errors = error.errors(include_url=False, include_context=False)
+        field = errors[0]["loc"][:1]  # of a union, the member that was read furthest says what is wrong
+        first = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
         loc = first["loc"]
         known = kind.model_fields.get(str(loc[0])) if loc else None
         if first["type"] != "missing" and known is not None and known.description:  # a union: no member matches
