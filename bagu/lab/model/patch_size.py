@@ -60,11 +60,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:
-    means = [
-        {name: sum(column(where(rows, patch_pixels=p), name)) / len(where(rows, patch_pixels=p)) for name in names}
-        for names in [("tokens", "found_share", "cpu_s")]
-        for p in PATCHES
-    ]
+    names = ("tokens", "found_share", "cpu_s")
+    means: list[Row] = []
+    for patch in PATCHES:
+        part = where(rows, patch_pixels=patch)
+        means.append({name: sum(column(part, name)) / len(part) for name in names})
     x = "tokens of a picture"
     return [
         Panel([Line.of(means, "tokens", "found_share")], "Names found", x, "share", "log2"),

@@ -120,7 +120,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 def plot(rows: Sequence[Row]) -> list[Panel]:
     lines = []
     for kind in ("text", "image", "seen"):
-        means = [
+        means: list[Row] = [
             {"tokens": number(part[0], "tokens"), "time_ms": float(np.median([number(r, "time_ms") for r in part]))}
             for side in sorted({int(number(row, "side_pixels")) for row in rows})
             for part in [where(rows, side_pixels=side, kind=kind)]

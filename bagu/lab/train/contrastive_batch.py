@@ -59,7 +59,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 def plot(rows: Sequence[Row]) -> list[Panel]:
     lines = []
     for rate in sorted({number(row, "learning_rate") for row in rows}):
-        means = []
+        means: list[Row] = []
         for batch in BATCHES:
             part = column(where(rows, batch=batch, learning_rate=rate), "found_share")
             means.append({"batch": batch, "found_share": sum(part) / len(part)})

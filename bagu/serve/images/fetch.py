@@ -39,7 +39,7 @@ def fetch_image(url: str, hosts: Collection[str], *, allowed: Callable[[str], bo
     """The bytes at a URL of one of the hosts. Raises ArgumentError. `allowed`: whether an address may be asked."""
     try:
         parts = urlsplit(url)
-        host, port = (parts.hostname or "").lower(), parts.port
+        host, port = (parts.hostname or "").lower(), parts.port or PORTS.get(parts.scheme, 0)
     except ValueError as error:
         raise ArgumentError(f"the URL is not valid: {error}", hint="http(s)://host/path") from error
     if parts.scheme not in PORTS or host not in hosts or parts.username is not None:
@@ -47,11 +47,10 @@ def fetch_image(url: str, hosts: Collection[str], *, allowed: Callable[[str], bo
         raise ArgumentError("the URL is at a host that this server does not fetch from", hint=f"allowed: {known}")
     deadline = time.monotonic() + SECONDS
     try:
-        found = socket.getaddrinfo(host, port or PORTS[parts.scheme], type=socket.SOCK_STREAM)
-        addresses = [str(entry[4][0]) for entry in found]
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         if inside := [a for a in addresses if not allowed(a)]:
             raise ArgumentError(f"{host} has the address {inside[0]}, which is not public", hint="send a data URL")
-        with socket.create_connection((addresses[0], found[0][4][1]), timeout=SECONDS) as plain:
+        with socket.create_connection((addresses[0], port), timeout=SECONDS) as plain:
             secure = parts.scheme == "https"
             sock = ssl.create_default_context().wrap_socket(plain, server_hostname=host) if secure else plain
             with sock:

@@ -18,6 +18,7 @@ from bagu.serve.http.bodies.tools import ToolFields, tool_form
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.files_api.bodies import FileSearch
 from bagu.serve.http.files_api.turn import Source, Turn, as_sent
+from bagu.serve.images.prompt import PromptImage
 from bagu.serve.message.format import MessageFormat
 from bagu.serve.message.parser import THINK
 from bagu.serve.message.tool_grammar import Tool, tool_grammar
@@ -56,7 +57,8 @@ class ChatBody(ToolFields, Generation):
         tools = self.chosen_tools()
         if parts := image_parts(self.messages):
             check_images(parts, ready)
-        prompt, images = self.prompt_ids(ready), ()
+        prompt = self.prompt_ids(ready)
+        images: tuple[PromptImage, ...] = ()
         if not prompt:
             raise ApiError(400, "the prompt is empty", param="messages", hint="the chat template writes nothing")
         if parts:
