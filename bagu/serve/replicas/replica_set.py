@@ -23,6 +23,7 @@ from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
 from bagu.serve.http.process import SHUTTING_DOWN
+from bagu.serve.images.prompt import keyed
 from bagu.serve.replicas.index import PrefixIndex
 from bagu.serve.replicas.load import Ask, Progress
 from bagu.serve.replicas.options import ReplicaSpec
@@ -235,7 +236,8 @@ class ReplicaSet:
         replicas (adapters/registry.py), and are taken for new."""
         if self._index is None or request.adapter is not None or request.sampling.prompt_logprobs is not None:
             return (), {}
-        return self._index.match(request.prompt, [r.number for r in among])
+        content = keyed(request.prompt, request.images) if request.images else request.prompt
+        return self._index.match(content, [r.number for r in among])
 
     def _abort(self, ids: Sequence[str]) -> None:
         for id in ids:
