@@ -59,6 +59,7 @@ def packed_texts(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class PictureTotals(Totals):
     units: int  # pairs, or target tokens
+    reward: float = 0.0  # mean over the sampled answers
 
     @classmethod
     def of(cls, batches: Sequence[PictureBatch], units: int) -> PictureTotals:
@@ -95,8 +96,7 @@ class AnswerLoss(Loss[PictureBatch, PictureTotals]):
         own, lse = ops.linear_cross_entropy(out.hidden[learned], model.decoder.head_weight, batch.targets[learned])
         nll = lse - own
         loss = (nll if batch.weights is None else nll * batch.weights).sum() / totals.units
-        mean = nll.detach().sum() / totals.units
-        return MicroBatchLoss(loss=loss, metrics={"nll": mean, "reward": mean.new_tensor(batch.reward)})
+        return MicroBatchLoss(loss=loss, metrics={"nll": nll.detach().sum() / totals.units})
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
         return {"loss_nats": sums["nll"], "targets": totals.units}
@@ -107,7 +107,9 @@ class RewardedLoss(AnswerLoss):
 
     def totals(self, batches: Sequence[PictureBatch]) -> PictureTotals:
         idle = not any(b.weights is not None and bool(b.weights.any()) for b in batches)
-        return replace(super().totals(batches), idle=idle)
+        return replace(super().totals(batches), idle=idle, reward=sum(b.reward for b in batches) / len(batches))
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
-        return {**super().metrics(loss, sums, totals), "reward_share": sums["reward"]}
+        """Of an idle step only the reward is known."""
+        known = {} if totals.idle else super().metrics(loss, sums, totals)
+        return {**known, "reward_share": totals.reward}

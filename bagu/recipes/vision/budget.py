@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 SHARES = {"clip": 0.4, "vlm": 0.4, "groupvit": 0.2}  # of the time, in the order in which they run
-SCORES = {"clip": 8, "vlm": 10, "groupvit": 3}  # the time of scores and pictures, in steps of the recipe
+SCORES = {"clip": 5, "vlm": 4, "groupvit": 2}  # the time of scores and pictures, in steps of the recipe
 FEWEST = 10  # steps of a recipe that is shown
 STARTED_S = 5.0  # before the first recipe: Python, torch and the fonts
 ENDING_S = 2.0  # the page

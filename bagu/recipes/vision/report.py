@@ -118,7 +118,9 @@ def section(seeing: Seeing, folder: Path, scores: Mapping[str, Any]) -> str:
     """One run as HTML."""
     run, parameters = seeing.run, sum(p.numel() for p in seeing.model.parameters())
     rows = RunFolder(folder).metrics()
-    curve = Chart(lines=[Line(name="loss", points=[(r["step"], r["loss_nats"]) for r in rows])], unit="nats").svg()
+    curve = Chart(
+        lines=[Line(name="loss", points=[(r["step"], r["loss_nats"]) for r in rows if "loss_nats" in r])], unit="nats"
+    ).svg()
     if isinstance(seeing.model, VLM):
         title, shown = "Answers about scenes in fonts it has never seen", answered(seeing)
     elif isinstance(seeing.model.image, GroupViT):
