@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from bagu.machine.cores import available_cores
+from bagu.nn.hollow import Values, value_of
 
 # A core hashes 1.5 GB/s with SHA instructions, and hashlib releases the GIL. The number of threads is bounded because
 # each holds a copy of its tensor, if that is on a GPU.
@@ -14,12 +15,14 @@ MAX_THREADS = 16
 BLOCK, BLOCKS = 4096, 64  # bytes, and their number, of each tensor that a fingerprint reads
 
 
-def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of the names, shapes, dtypes and values of tensors, where a value is its own SHA-256."""
+def digest_of(tensors: Mapping[str, torch.Tensor], values: Values | None = None) -> str:
+    """SHA-256 of the names, shapes, dtypes and values of tensors, where a value is its own SHA-256. `values` has those
+    of hollow tensors, of which one exists at a time."""
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(min(MAX_THREADS, available_cores())) as pool:
-        for (name, t), values in zip(tensors.items(), pool.map(_of_values, tensors.values()), strict=True):
-            digest.update(f"{name} {tuple(t.shape)} {t.dtype} {values}\n".encode())
+    with ThreadPoolExecutor(1 if values is not None else min(MAX_THREADS, available_cores())) as pool:
+        found = pool.map(lambda item: _of_values(value_of(item[0], item[1], values)), tensors.items())
+        for (name, t), value in zip(tensors.items(), found, strict=True):
+            digest.update(f"{name} {tuple(t.shape)} {t.dtype} {value}\n".encode())
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@ files are read too (gguf_file.py), and quantized checkpoints are dequantized (qu
 
     from_pretrained(name)         config.json -> family -> ModelConfig -> Transformer; names and shapes are compared
                                   before anything is allocated, then tensors are copied one at a time
+    stored_values(name, model)    the same for a hollow model, of which each rank keeps a part
     save_pretrained(model, dir)   the inverse; transformers can load the result
 
 Only safetensors are read: a pickle can run arbitrary code.
@@ -28,6 +29,7 @@ from bagu.machine.hub import WeightsError, read_json
 from bagu.nn.families import Family, can_describe, family_for, family_named, family_of
 from bagu.nn.families.core import Part
 from bagu.nn.gguf_file import is_gguf, read_gguf
+from bagu.nn.hollow import Values
 from bagu.nn.model import Transformer
 from bagu.nn.quantized_files import dequantized
 from bagu.nn.stored import Stored, StoredTensor
@@ -59,6 +61,30 @@ def from_pretrained(
             for theirs, part in parts_of(model, family).items():
                 part.load(tensors.read(theirs))
     return model.eval()
+
+
+@contextmanager
+def stored_values(name: str | Path, model: Transformer) -> Iterator[Values]:
+    """The weights of folder `name` for a hollow `model` of its configuration: a parameter is read when it is asked for.
+    Buffers of the model get theirs here."""
+    with opened(hub.find(name)) as (hf, files):
+        family, config = family_of(hf), model.config
+        tensors = Tensors(files, family, config.num_layers)
+        tensors.check(parts_of(Transformer(config, device="meta"), family))
+        model.family = family.name
+        wanted = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
+
+        def value(full: str) -> torch.Tensor:
+            t = torch.empty_like(wanted[full], device="cpu")
+            for theirs, part in family.parts({full: t}, config).items():
+                part.load(tensors.read(theirs))
+            return t
+
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for full, buffer in model.state_dict().items():
+            if full not in parameters:
+                buffer.copy_(value(full))
+        yield value
 
 
 def save_pretrained(

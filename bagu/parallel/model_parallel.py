@@ -22,7 +22,7 @@ from bagu.parallel.context import Method, check_context_parallel, context_parall
 from bagu.parallel.expert import check_expert_parallel, expert_parallel
 from bagu.parallel.mesh import Group, Mesh, MeshConfig
 from bagu.parallel.pipeline import Schedule, stages_of
-from bagu.parallel.sharding import Placement, Replicated, gather_full
+from bagu.parallel.sharding import Division, Placement, Replicated, Split, gather_full
 from bagu.parallel.spread import Spread
 from bagu.parallel.stages import Stage, build, check_stages, costs, cut
 from bagu.parallel.tensor import check_tensor_parallel, tensor_parallel
@@ -85,6 +85,15 @@ class ModelParallel:
             return next(rank for rank, blocks in zip(self.owners, self.cuts, strict=True) if layer in blocks)
         return self.owners[-1 if top in LAST else 0]
 
+    def divisions(self, name: str) -> tuple[Division, ...]:
+        """How this rank's part of a tensor of the whole model is cut out of it, ep before tp."""
+        found = [(places.get(name), group) for places, group in self._divisions()]
+        return tuple(
+            Division(place.dim, place.blocks, self.mesh.coordinate(group), self.mesh.size(group))
+            for place, group in found
+            if isinstance(place, Split)
+        )
+
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of the whole model: a weight, a buffer, or a moment of an optimizer."""
         for places, group in self._divisions():
@@ -92,11 +101,10 @@ class ModelParallel:
             whole = place.cut(whole, self.mesh.coordinate(group), self.mesh.size(group))
         return whole
 
-    def whole_of(self, name: str, part: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def whole_of(self, name: str, part: torch.Tensor | None) -> torch.Tensor:
         """A tensor of the whole model on every rank, from every rank's part of it: the inverse of `part_of`.
 
-        All ranks of tp, ep and pp call it, in the same order; those that have other stages pass None. `dtype` is that
-        of the tensor, if it is not the dtype of the model's own.
+        All ranks of tp, ep and pp call it, in the same order; those that have other stages pass None.
         """
         if part is not None:
             for places, group in reversed(self._divisions()):
@@ -106,8 +114,7 @@ class ModelParallel:
             assert part is not None
             return part.detach()
         if part is None:
-            like = self.whole[name]
-            part = torch.empty_like(like, dtype=dtype or like.dtype, device=self.mesh.device)
+            part = torch.empty_like(self.whole[name], device=self.mesh.device)
         part = part.detach().contiguous()
         dist.broadcast(part, group=pp, group_src=self.owner(name))
         return part

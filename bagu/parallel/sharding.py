@@ -13,6 +13,7 @@ checkpoint has full tensors and does not depend on the number of ranks: a `Place
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,33 @@ class Split:
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
         return torch.cat([piece for block in blocks for piece in block], self.dim)
+
+
+class Division(NamedTuple):
+    """A `Split` as one of several ranks has it."""
+
+    dim: int
+    blocks: int
+    rank: int
+    ranks: int
+
+
+def divided_shape(shape: Sequence[int], divisions: Sequence[Division]) -> torch.Size:
+    """The shape of the part that the divisions, one after the other, cut out of a tensor."""
+    part = torch.empty(tuple(shape), device="meta")
+    for each in divisions:
+        part = Split(each.dim, each.blocks).cut(part, each.rank, each.ranks)
+    return part.shape
+
+
+def put(full: torch.Tensor, part: torch.Tensor, divisions: Sequence[Division]) -> None:
+    """Copy a part to the places of `full` from which the divisions cut it."""
+    if not divisions:
+        full.copy_(part)
+        return
+    (dim, blocks, rank, ranks), *rest = divisions
+    for block, piece in zip(full.chunk(blocks, dim), part.chunk(blocks, dim), strict=True):
+        put(block.tensor_split(ranks, dim)[rank], piece, rest)
 
 
 Placement = Replicated | First | Split

@@ -7,11 +7,13 @@
     send                            S
 
 These are the bytes that one rank sends by the bandwidth-optimal algorithm, from the sizes of the tensors that were
-given; a library may send more (Gloo reduce-scatters by an all-reduce of a copy). Every collective of training goes
-through collectives.py, so that a mesh's `Traffic` has all of them, by kind and group.
+given; an all-to-all of rows counts those that go to other ranks. A library may send more: `gloo_bytes` is what Gloo
+sends, which reduce-scatters by an all-reduce of a copy, and sockets.py reads what the kernel has sent. Every collective
+of training goes through collectives.py, so that a mesh's `Traffic` has all of them, by kind and group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +36,11 @@ class Tally:
     sent: int = 0
 
 
+def gloo_bytes(tallies: Mapping[tuple[Kind, str], Tally]) -> int:
+    """The bytes that Gloo sends for these collectives."""
+    return sum(t.sent * (2 if kind == "reduce_scatter" else 1) for (kind, _), t in tallies.items())
+
+
 class Traffic:
     """Counts the collectives of one rank, by (kind, group). `step` is the step that they are of."""
 
@@ -43,17 +50,26 @@ class Traffic:
         self.step = 0
         self.waited_s = 0.0  # that the host was blocked by collectives: communication that compute did not hide
 
-    def add(self, kind: Kind, group: str, size: int, ranks: int) -> None:
+    def add(self, kind: Kind, group: str, size: int, ranks: int, sent: int | None = None) -> None:
+        """Count one collective; `sent` are its bytes if they are known, by default those of the formula."""
         self.calls += 1
         t = self.tallies.get((kind, group), Tally())
-        self.tallies[kind, group] = Tally(
-            calls=t.calls + 1, size=t.size + size, sent=t.sent + sent_bytes(kind, size, ranks)
-        )
+        sent = sent_bytes(kind, size, ranks) if sent is None else sent
+        self.tallies[kind, group] = Tally(calls=t.calls + 1, size=t.size + size, sent=t.sent + sent)
 
     @property
     def sent(self) -> int:
         """All bytes that this rank sent."""
         return sum(t.sent for t in self.tallies.values())
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, nothing is added to the tallies: an evaluation is no part of a step."""
+        before = dict(self.tallies)
+        try:
+            yield
+        finally:
+            self.tallies = before
 
     def since(self, before: Mapping[tuple[Kind, str], Tally]) -> dict[tuple[Kind, str], Tally]:
         """What was counted after a copy of `tallies` was taken."""

@@ -7,11 +7,13 @@ in PEFT's format.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 
@@ -27,12 +29,14 @@ from bagu.nn.config import ModelConfig
 from bagu.nn.families import family_for, family_of
 from bagu.nn.gguf_file import is_gguf, read_gguf
 from bagu.nn.gguf_write import save_gguf
+from bagu.nn.hollow import Values, hollow
 from bagu.nn.lora import merge
 from bagu.nn.model import Transformer
 from bagu.recipes.find import find_model
 from bagu.recipes.generation import GENERATION_CONFIG, written_settings
 from bagu.runs.folder import RunFolder
 from bagu.train import checkpoint
+from bagu.train.checkpoint.saved_tensors import SavedTensors
 
 NATIVE = "bagu.json"
 
@@ -97,6 +101,27 @@ def load_model(
         config, file = _native_config(folder / NATIVE), folder / weights.SINGLE_FILE
         return _native(config, file, safetensors.torch.load_file(file, device=str(device)), dtype, device)
     return weights.from_pretrained(folder, dtype=dtype, device=device)
+
+
+@contextmanager
+def opened_model(
+    name: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Iterator[tuple[Transformer, Values]]:
+    """MODEL, which is no adapter, as a hollow model and its weights: they are read one at a time, when asked for."""
+    folder = find_model(name)
+    with hollow():
+        model = Transformer(model_config(folder), device=device, dtype=dtype)
+    if _is_checkpoint(folder):
+        checkpoint.verify(folder)
+        with SavedTensors(folder, "model") as saved:
+            yield model, _native_values(model, folder / checkpoint.MODEL, saved.shapes, saved.whole)
+    elif (folder / NATIVE).is_file():
+        with safetensors.safe_open(folder / weights.SINGLE_FILE, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            yield model, _native_values(model, folder / weights.SINGLE_FILE, shapes, file.get_tensor)
+    else:
+        with weights.stored_values(folder, model) as values:
+            yield model, values
 
 
 def save_model(model: Transformer, tokenizer: BpeTokenizer | None, folder: Path, *, start: Path | None = None) -> None:
@@ -183,19 +208,38 @@ def _native(
     dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> Transformer:
-    state = {name: t for name, t in state.items() if not name.startswith("critic.")}  # in checkpoints of PPO
     floats = [t.dtype for t in state.values() if t.is_floating_point()]
     model = Transformer(config, device=device, dtype=dtype or floats[0])
     wanted = _once(model.state_dict())
-    for what, names in (("misses", wanted.keys() - state.keys()), ("has surplus", state.keys() - wanted.keys())):
+    _check_native(file, {name: t.shape for name, t in state.items()}, {name: t.shape for name, t in wanted.items()})
+    for name, tensor in wanted.items():
+        tensor.copy_(state[name])
+    return model.eval()
+
+
+def _native_values(
+    model: Transformer, file: Path, shapes: Mapping[str, Sequence[int]], read: Callable[[str], torch.Tensor]
+) -> Values:
+    """The weights of a hollow model from a file with bagu's names; its buffers get theirs here."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: t for name, t in model.state_dict().items() if name not in names}
+    parameters = dict(model.named_parameters())
+    _check_native(file, shapes, {name: t.shape for name, t in (parameters | buffers).items()})
+    for name, buffer in buffers.items():
+        buffer.copy_(read(name))
+    return read
+
+
+def _check_native(file: Path, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> None:
+    """Raise unless a file has exactly these tensors in these shapes."""
+    stored = {name for name in found if not name.startswith("critic.")}  # in checkpoints of PPO
+    for what, names in (("misses", wanted.keys() - stored), ("has surplus", stored - wanted.keys())):
         if names:
             hint = "an adapter's checkpoint holds no base: give the run's folder" if what == "misses" else ""
             raise WeightsError(f"{file} {what} {len(names)} tensors, {sorted(names)[0]} first", hint=hint)
-    for name, tensor in wanted.items():
-        if tensor.shape != state[name].shape:
-            raise WeightsError(f"{file}: {name} is {list(state[name].shape)}, and {list(tensor.shape)} is wanted")
-        tensor.copy_(state[name])
-    return model.eval()
+    for name, shape in wanted.items():
+        if tuple(shape) != tuple(found[name]):
+            raise WeightsError(f"{file}: {name} is {list(found[name])}, and {list(shape)} is wanted")
 
 
 def _once(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,12 +16,12 @@ from bagu.data import BpeTokenizer, Corpus
 from bagu.errors import BaguError
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
-from bagu.machine.hub import RUN_ADAPTER, WeightsError
+from bagu.machine.hub import RUN_ADAPTER, WeightsError, is_adapter
 from bagu.nn import ModelConfig, Transformer, count, init_weights
 from bagu.nn.choices import NEWER
 from bagu.nn.digest import digest_of
 from bagu.nn.families import family_for
-from bagu.nn.hollow import hollow
+from bagu.nn.hollow import Values, hollow
 from bagu.nn.init import initial_values
 from bagu.nn.lora import add_lora, merge
 from bagu.nn.peft import save_adapter
@@ -33,7 +33,7 @@ from bagu.parallel.launch import code_digest
 from bagu.parallel.mesh import Mesh
 from bagu.recipes.find import MODEL
 from bagu.recipes.inputs import DATA, Inputs, facts_of, read_inputs, source_facts
-from bagu.recipes.models import NATIVE, load_model, save_model
+from bagu.recipes.models import NATIVE, load_model, opened_model, save_model
 from bagu.recipes.rollout import open_reward, with_rollouts
 from bagu.recipes.run import Run
 from bagu.recipes.summary import Summary, matmul_rate, summarise
@@ -43,7 +43,10 @@ from bagu.runs.folder import RunFolder, RunRecorder
 from bagu.runs.observer import Observer, WeightsAndBiases
 from bagu.runs.progress import TrainProgress
 from bagu.train import FitResult, checkpoint, fit
+from bagu.train.cross_entropy import CrossEntropy
 from bagu.train.loss import Loss, Metrics
+from bagu.train.memory.divided import DividedModel
+from bagu.train.memory.divided_forward import divided_generate
 from bagu.train.objective import TrainingData
 from bagu.train.objectives.token_objective import TokenObjective
 from bagu.train.rl.loader import RolloutLoader
@@ -125,15 +128,17 @@ def train(
     run = inputs.run
     check_equal(mesh, {"data": source_facts(inputs), "tokenizer": inputs.tokenizer.fingerprint})
     tasks = run_tasks(run, inputs.model, inputs.tokenizer)
-    divided = _divides(run, inputs, mesh)
-    with hollow() if divided else contextlib.nullcontext():
-        model = _model(run, inputs, empty=divided)
-    auxiliary = _auxiliary_models(inputs)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
-    with _rank_0_first(mesh):
-        data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
-    loss = run.objective.loss(model, auxiliary)
     with contextlib.ExitStack() as stack:
+        values: Values | None = None
+        if _divides(run, inputs, mesh):
+            model, values = stack.enter_context(_hollow_model(run, inputs))
+        else:
+            model = _model(run, inputs)
+        auxiliary = _auxiliary_models(inputs)
+        with _rank_0_first(mesh):
+            data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
+        loss = run.objective.loss(model, auxiliary)
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
         task_scores = TaskEvaluation(run, tasks, inputs.tokenizer) if tasks else None
         evaluate = partial(_evaluate, loss, data, run.eval_batches, task_scores) if run.train.eval_every else None
@@ -156,11 +161,12 @@ def train(
             folder=folder.checkpoints, resume=resume, pause_after=pause_after, begin=begin,
             evaluate=evaluate, sample=sample, settings={"objective": configs.to_dict(run.objective)},
             identity=_identity(inputs, model, auxiliary), mesh=mesh, timeline=timeline,
-            values=initial_values(model, run.train.seed) if divided else None, served=served,
+            values=values, gathers=not isinstance(loss, CrossEntropy), served=served,
             flops_per_token=count.flops(model.config, run.data.context).training, peak_flops=peak,
         )  # fmt: skip
         run.objective.finish(model)
-        _save(run, model, inputs, out, writes=first)
+        if first or values is None:  # the model of other ranks is hollow
+            _save(run, model, inputs, out, writes=first)
         from_rank_0(mesh, 0)  # ranks end together: one that ends early would look like a lost one
     idle = data.loader.taught_nothing(result.updates) if isinstance(data.loader, RolloutLoader) else None
     return Trained(
@@ -211,28 +217,48 @@ def _check_offload(run: Run) -> None:
 
 
 def _divides(run: Run, inputs: Inputs, mesh: Mesh | None) -> bool:
-    """Whether each rank fills only its part of a new model. Other runs need the weights before the first step."""
-    new = inputs.start is None and run.train.precision is None and isinstance(run.objective, TokenObjective)
-    return new and mesh is not None and (run.train.mesh.divides_model or run.train.mesh.shard > 1)
+    """Whether each rank fills only its part of the model. Other objectives need the weights before the first step; ZeRO
+    keeps the base of LoRA whole, and int8 rounds it, as merging changes that of an adapter."""
+    if mesh is None or not isinstance(run.objective, TokenObjective):
+        return False
+    if run.lora is not None and (run.lora.base is not None or not run.train.mesh.divides_model):
+        return False
+    if inputs.start is not None and is_adapter(inputs.start):
+        return False
+    return run.train.mesh.divides_model or run.train.mesh.shard > 1
 
 
-def _model(run: Run, inputs: Inputs, *, empty: bool = False) -> Transformer:
-    """The model of a run; with `empty`, one whose weights are set later."""
+@contextlib.contextmanager
+def _hollow_model(run: Run, inputs: Inputs) -> Iterator[tuple[Transformer, Values]]:
+    """The model of a run without memory for its weights, and the weights that a rank takes its part of."""
+    with contextlib.ExitStack() as stack:
+        if inputs.start is not None:
+            opened = opened_model(inputs.start, dtype=inputs.dtype, device=inputs.device)
+            model, values = stack.enter_context(opened)
+        else:
+            with hollow():
+                model = Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype)
+            values = initial_values(model, run.train.seed)
+        _add_lora(run, model)
+        yield model, values
+
+
+def _model(run: Run, inputs: Inputs) -> Transformer:
+    """The model of a run."""
     int8 = run.lora is not None and run.lora.base == "int8"
     if inputs.start is not None:  # int8 weights are rounded on the host, so that a GPU never holds the others
         model = load_model(inputs.start, dtype=inputs.dtype, device="cpu" if int8 else inputs.device)
         if inputs.model.score_head and model.score is None:
             with_score_head(model)
     else:
-        model = Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype)
-        if not empty:
-            init_weights(model, run.train.seed)
-    if run.lora is not None:
-        config = run.lora
-        add_lora(
-            model, rank=config.rank, alpha=config.alpha, targets=config.targets, seed=run.train.seed, base=config.base
-        )
+        model = init_weights(Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype), run.train.seed)
+    _add_lora(run, model)
     return model.to(inputs.device)
+
+
+def _add_lora(run: Run, model: Transformer) -> None:
+    if (lora := run.lora) is not None:
+        add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.train.seed, base=lora.base)
 
 
 def _auxiliary_models(inputs: Inputs) -> dict[str, Transformer]:
@@ -292,14 +318,12 @@ def _save_adapter(model: Transformer, inputs: Inputs, folder: Path) -> None:
 
 
 def _evaluate(
-    loss: Loss[Any, Any], data: TrainingData[Any], limit: int, task_scores: TaskEvaluation | None, model: Transformer
+    loss: Loss[Any, Any], data: TrainingData[Any], limit: int, task_scores: TaskEvaluation | None, model: Any
 ) -> Metrics:
     return {**loss.evaluate(model, data.held_out(limit)), **({} if task_scores is None else task_scores(model))}
 
 
-def _sampler(
-    inputs: Inputs, prompts: Sequence[str], data: TrainingData[Any]
-) -> Callable[[Transformer], list[str]] | None:
+def _sampler(inputs: Inputs, prompts: Sequence[str], data: TrainingData[Any]) -> Callable[[Any], list[str]] | None:
     """A function that continues the prompts, each text beginning with its prompt; or that shows answers of the last
     rollout. None if there are no prompts."""
     if isinstance(data.loader, RolloutLoader):
@@ -316,8 +340,9 @@ def _sampler(
             hint="give a shorter --prompt",
         )
 
-    def sample(model: Transformer) -> list[str]:
-        new = generate(model, ids, min(96, room), temperature=0.8, top_p=0.95, eos_id=tokenizer.eos_id)
+    def sample(model: Transformer | DividedModel) -> list[str]:
+        make: Any = divided_generate if isinstance(model, DividedModel) else generate
+        new = make(model, ids, min(96, room), temperature=0.8, top_p=0.95, eos_id=tokenizer.eos_id)
         return [p + tokenizer.decode(n) for p, n in zip(prompts, new, strict=True)]
 
     return sample

@@ -16,6 +16,8 @@ from bagu import ops
 from bagu.errors import ArgumentError, BaguError
 from bagu.nn.model import Transformer
 from bagu.train.loss import Metrics, TokenLoss, TokenValues, Totals
+from bagu.train.memory.divided import DividedModel
+from bagu.train.memory.divided_forward import divided_nll_sum
 from bagu.types import IGNORE, Batch
 
 
@@ -86,7 +88,7 @@ class CrossEntropy(TokenLoss[TargetTotals]):
             values["objective_nats"] = loss
         return values
 
-    def evaluate(self, model: Transformer, batches: Iterable[Batch]) -> Metrics:
+    def evaluate(self, model: Transformer | DividedModel, batches: Iterable[Batch]) -> Metrics:
         """The cross-entropy alone, summed in fp64: `val_loss_nats`, and `val_bits_per_byte` where bytes are known."""
         return dict(held_out_loss(lambda: batches)(model))
 
@@ -98,8 +100,10 @@ def check_z_loss(weight: float) -> None:
 
 
 @torch.no_grad()
-def nll_sum(model: Transformer, batch: Batch) -> torch.Tensor:
+def nll_sum(model: Transformer | DividedModel, batch: Batch) -> torch.Tensor:
     """Summed negative log-likelihood of a batch's targets, in nats, on the model's device."""
+    if isinstance(model, DividedModel):
+        return divided_nll_sum(model, batch)
     batch = batch.to(model.embedding.weight.device, non_blocking=True)
     hidden = model(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len).hidden
     target_logit, lse = ops.linear_cross_entropy(hidden, model.head_weight, batch.targets, ignore_index=IGNORE)
@@ -108,10 +112,10 @@ def nll_sum(model: Transformer, batch: Batch) -> torch.Tensor:
 
 def held_out_loss(
     batches: Callable[[], Iterable[Batch]], *, prefix: str = "val"
-) -> Callable[[Transformer], Mapping[str, float]]:
+) -> Callable[[Transformer | DividedModel], Mapping[str, float]]:
     """An evaluation over the same batches every time: `<prefix>_loss_nats` per target and `<prefix>_bits_per_byte`."""
 
-    def evaluate(model: Transformer) -> Mapping[str, float]:
+    def evaluate(model: Transformer | DividedModel) -> Mapping[str, float]:
         total: torch.Tensor | None = None
         targets = size = 0
         for batch in batches():

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
-from bagu.nn.change import evaluating
 from bagu.nn.hollow import Values
 from bagu.nn.model import Transformer
 from bagu.ops.call.eager import force_eager
@@ -35,8 +32,8 @@ from bagu.train.stability import TrainingDiverged
 from bagu.train.state import TrainConfig, TrainState
 from bagu.train.step import StepResult, seed_step, step
 
-Evaluate = Callable[[Transformer], Mapping[str, float | None]]  # metrics, by names like val_loss_nats
-Sample = Callable[[Transformer], Sequence[str]]  # texts
+Evaluate = Callable[[Any], Mapping[str, float | None]]  # of a model, see `gathers`: metrics like val_loss_nats
+Sample = Callable[[Any], Sequence[str]]  # of a model: texts
 Begin = Callable[[int], Sequence[Observer]]  # called with the first step of the run; returns further observers
 
 
@@ -91,13 +88,15 @@ def fit(
     mesh: Mesh | None = None,
     timeline: bool = False,
     values: Values | None = None,
+    gathers: bool = True,
     served: Served | None = None,
 ) -> FitResult:
     """Train `model` in place until `config.steps` updates are done, the loss has `ended`, or Ctrl-C.
 
     With a `mesh`, every rank calls it with the same arguments. Rank 0 alone notifies observers and calls `begin`; every
-    rank evaluates and samples, because divided parameters are gathered by all ranks together. After the run each rank
-    has the whole model. With `timeline`, the result has the times of the last step of a pipeline; a GPU is then
+    rank evaluates and samples, because ranks exchange parameters or activations for it. Both get the whole `model`,
+    gathered on every rank; without `gathers`, the `DividedModel` of a mesh with tp, cp, pp or ep. After the run each
+    rank has the whole model. With `timeline`, the result has the times of the last step of a pipeline; a GPU is then
     synchronized after every action. `values` has the weights of a hollow `model` (nn/hollow.py): each rank takes its
     part of them, and after the run rank 0 alone has the whole model, in files. With `served` this is a worker of a
     parameter server (served/worker.py), and worker 0 does what rank 0 does.
@@ -138,8 +137,8 @@ def fit(
             row = meters.row(result) | ({} if served is None else served.row())
             last = state.step == config.steps or state.loss.ended is not None
             if evaluate is not None and _due(config.eval_every, state.step, last):
-                with state.whole_model() as whole, _inference(whole):
-                    row |= evaluate(whole)
+                with state.inference(gathers=gathers) as evaluated:
+                    row |= evaluate(evaluated)
                 state.best.evaluated(row, state.step)
                 last = last or state.ended is not None
             run.notify("on_step", state.step - 1, row)
@@ -151,8 +150,8 @@ def fit(
                 if state.mesh is not None:  # ranks gather parameters together, so they must draw the same tokens
                     seed_step(config.seed, state.data_step)
                 # the shapes change with each token
-                with state.whole_model() as whole, _inference(whole), force_eager():
-                    run.notify("on_sample", state.step - 1, sample(whole))
+                with state.inference(gathers=gathers) as sampled, force_eager():
+                    run.notify("on_sample", state.step - 1, sample(sampled))
             if folder is not None and _due(config.save_every, state.step, last):
                 run.save(row)
         if _stopping(state, interrupt):
@@ -179,13 +178,6 @@ def _stopping(state: TrainState, interrupt: Interrupt) -> bool:
 
 def _due(every: int | None, step: int, last: bool) -> bool:
     return last or (every is not None and step % every == 0)
-
-
-@contextlib.contextmanager
-def _inference(model: Transformer) -> Iterator[None]:
-    """Evaluation mode without gradients. Random numbers drawn inside do not change the dropout of the next step."""
-    with evaluating(model), torch.no_grad():
-        yield
 
 
 def _refuse_idle_options(
@@ -219,7 +211,8 @@ class _Run:
         self.state, self.loader, self.folder, self.served = state, loader, folder, served
         # the rank or worker that reports and decides about files
         self.first = (state.mesh is None or state.mesh.rank == 0) and (served is None or served.first)
-        self.writes = self.first or (state.mesh is not None and state.mesh.coordinate("dp") == 0)  # of equal replicas
+        replica = 0 if state.mesh is None else state.mesh.coordinate("dp") + state.mesh.coordinate("cp")
+        self.writes = self.first or (state.mesh is not None and replica == 0)  # of equal states, the first
         self.observers, self.identity = tuple(observers) if self.first else (), dict(identity)
         self.settings = {**to_dict(state.config), **settings}  # recorded in checkpoints; a resume may change them
         self.checkpoint: Path | None = None  # the last one written
@@ -276,16 +269,11 @@ class _Run:
             "validation_loss": self.state.best.score_of(row),
         }
         self.saves += 1
-        if self.state.divided is not None:  # every rank takes part in gathering what rank 0 writes
-            self.saver.wait()  # before, so that memory holds one snapshot
-            snap = checkpoint.snapshot(self.state, facts, serial=self.saves, folder=self.folder)
-            if self.first:
-                self.saver.save(lambda: snap)
-        elif self.writes:
+        if self.writes:
             if self.served is not None:
                 self.saver.wait()
                 self.served.fetch(self.state)
-            self.saver.save(lambda: checkpoint.snapshot(self.state, facts, serial=self.saves))
+            self.saver.save(lambda: checkpoint.snapshot(self.state, facts, serial=self.saves, folder=self.folder))
         self.saved_at = self.state.data_step
 
     def interrupted(self, row: Mapping[str, float | int | None]) -> None:

@@ -1,5 +1,7 @@
 """The configuration of training, and the state that changes while it runs."""
 
+import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,9 +12,9 @@ import torch
 from torch import nn
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.nn.change import place
+from bagu.nn.change import evaluating, place
 from bagu.nn.digest import digest_of
-from bagu.nn.hollow import Values
+from bagu.nn.hollow import Values, is_hollow, value_of
 from bagu.nn.model import Transformer
 from bagu.parallel.context import Method
 from bagu.parallel.mesh import Mesh, MeshConfig
@@ -248,7 +250,8 @@ class TrainState:
             config.mesh, f"the loss {type(self.loss).__name__}", is_token_loss=isinstance(self.loss, TokenLoss)
         )
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        self.frozen_digest = digest_of(frozen) if frozen else None  # checkpoints do not contain frozen parameters
+        # checkpoints do not contain frozen parameters
+        self.frozen_digest = digest_of(frozen, values) if frozen else None
         self.divided: DividedModel | None = None
         if self.mesh is not None and self.mesh.config.divides_model:
             self.divided = DividedModel(
@@ -258,6 +261,9 @@ class TrainState:
         self.whole = model
         self.model: Any = model if self.divided is None else self.divided.local
         parallel = None if self.divided is None else self.divided.parallel
+        for name, p in self.model.named_parameters():
+            if not p.requires_grad and is_hollow(p):
+                place(p, value_of(name, p, values).clone())
         self.flat = _flat(self.model, config, self.mesh, everywhere if parallel is None else parallel.spread, values)
         if self.divided is not None:
             self.divided.own_memory()
@@ -295,13 +301,21 @@ class TrainState:
             self.fp8.round()
 
     @contextmanager
-    def whole_model(self) -> Iterator[Transformer]:
-        """Inside, the caller's model has its current values, on every rank, for evaluation and sampling."""
-        if self.divided is None:
+    def inference(self, *, gathers: bool) -> Iterator[Transformer | DividedModel]:
+        """Inside, the yielded model has its current values, in evaluation mode and without gradients: the caller's
+        model, or the divided one unless it `gathers`. Every rank enters."""
+        with contextlib.ExitStack() as stack:
+            if self.mesh is not None:
+                stack.enter_context(self.mesh.traffic.uncounted())
+            stack.enter_context(torch.no_grad())
+            if self.divided is not None and not gathers:
+                stack.enter_context(evaluating(self.model))
+                yield self.divided
+                return
+            if self.divided is not None:
+                stack.enter_context(self.divided.gathered(self.flat))
+            stack.enter_context(evaluating(self.whole))
             yield self.whole
-        else:
-            with self.divided.gathered(self.flat) as model:
-                yield model
 
     def close(self, *, gather: bool = True) -> None:
         """Release the flat buffers. With `gather` the caller's model has its trained parameters afterwards; ranks that
@@ -317,9 +331,11 @@ class TrainState:
         """Give the caller's hollow model its trained values on rank 0, in files of `folder`. Every rank calls it."""
         first = self.mesh is None or self.mesh.rank == 0
         targets = dict(self.whole.named_parameters())
-        for names in self.flat.in_turn():
-            mine = dict(self.model.named_parameters())
-            for name in targets if names is None else names:
+        mine = dict(self.model.named_parameters())
+        left = dict.fromkeys(targets)  # the frozen ones are in no unit of ZeRO-3
+        for names in itertools.chain(self.flat.in_turn(), [None]):
+            for name in list(left) if names is None else names:
+                del left[name]
                 if self.divided is not None:
                     value = self.divided.parallel.whole_of(name, mine[name].data if name in mine else None)
                 else:

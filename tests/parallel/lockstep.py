@@ -15,6 +15,8 @@ from bagu.parallel.mesh import open_mesh
 from bagu.train import TrainState, step
 from bagu.train.cross_entropy import CrossEntropy, TargetTotals, held_out_loss
 from bagu.train.loop import fit
+from bagu.train.memory.divided import DividedModel
+from bagu.train.memory.divided_forward import divided_generate
 
 
 class PoisonedOn(CrossEntropy):
@@ -43,8 +45,10 @@ def poisoned(case: Case) -> tuple[list[str | None], list[int]]:
     return found, [state.step, state.data_step]
 
 
-def evaluated(case: Case, *, alone: bool) -> tuple[dict[int, float], dict[int, list[int]]]:
-    """The held-out loss after each step, and tokens that the model continues a prompt with."""
+def evaluated(
+    case: Case, *, alone: bool, gathers: bool = True, temperature: float = 1.0
+) -> tuple[dict[int, float], dict[int, list[str]]]:
+    """The held-out loss after each step, and tokens that the model continues prompts with."""
     config, model = tiny.config(case, alone=alone), tiny.model(case)
     mesh = None if alone else open_mesh(config.mesh, tiny.CPU)
     held_out = tiny.loader(case.micro_batches).batch(1000)
@@ -57,10 +61,14 @@ def evaluated(case: Case, *, alone: bool) -> tuple[dict[int, float], dict[int, l
         def on_sample(self, step: int, texts_: Any) -> None:
             texts[step] = list(texts_)
 
+    def sample(m: Any) -> list[str]:
+        make: Any = divided_generate if isinstance(m, DividedModel) else generate
+        assert gathers or alone or all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+        return [str(new) for new in make(m, [[1, 2, 3], [5]], 8, temperature=temperature, eos_id=0)]
+
     fit(
-        config, model, tiny.loader(case.micro_batches), observers=[Rows()], mesh=mesh,
-        evaluate=held_out_loss(lambda: held_out),
-        sample=lambda m: [str(new) for new in generate(m, [[1, 2]], 8, temperature=1.0)],
+        config, model, tiny.loader(case.micro_batches), observers=[Rows()], mesh=mesh, gathers=gathers,
+        evaluate=held_out_loss(lambda: held_out), sample=sample,
     )  # fmt: skip
     return losses, texts
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,29 +15,44 @@ from ranks import Ranks
 from tiny import Case
 
 from bagu.nn.config import MoEConfig
+from bagu.nn.digest import digest_of
 from bagu.nn.hollow import hollow, is_hollow
 from bagu.nn.init import initial_values
 from bagu.nn.model import Transformer
 from bagu.parallel.mesh import open_mesh
+from bagu.recipes.models import load_model, opened_model, save_model
 from bagu.train import TrainState
 from bagu.train.loop import fit
 
-EXPERTS = {"moe": MoEConfig(num_experts=4, top_k=2, expert_size=16)}
+# a model that every dimension divides, with a balancing bias for each expert, which is a buffer
+EXPERTS = {
+    "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "num_layers": 4,
+    "moe": MoEConfig(num_experts=4, top_k=2, expert_size=16, bias_rate=0.01),
+}  # fmt: skip
+BIASES = {"num_kv_heads": 2, "out_bias": True, "ffn_bias": True}  # no family has names for these two
+TIED = {"num_kv_heads": 2, "tie_embeddings": True}
+ULYSSES = {"context_parallel": "ulysses"}  # the ring would count padding in the balancing bias
 CASES = [
-    Case(name="zero 1", mesh="shard=2", zero=1),
-    Case(name="zero 2", mesh="shard=2", zero=2),
-    Case(name="zero 3", mesh="shard=2", zero=3),
-    Case(name="zero 3, bf16, tied", mesh="shard=2", zero=3, dtype=torch.bfloat16, model={"tie_embeddings": True}),
-    Case(name="tp", mesh="tp=2", model={"num_kv_heads": 2, "out_bias": True, "ffn_bias": True}),
-    Case(name="tp, tied", mesh="tp=2", model={"num_kv_heads": 2, "tie_embeddings": True}),
-    Case(name="pp", mesh="pp=2"),
-    Case(name="cp", mesh="cp=2"),
-    Case(name="ep", mesh="ep=2", model=EXPERTS),
+    *(Case(name=f"zero {stage}", mesh="shard=2", zero=stage, model=EXPERTS) for stage in (1, 2, 3)),
+    *(Case(name=dim, mesh=f"{dim}=2", model=EXPERTS) for dim in ("tp", "pp", "ep")),
+    Case(name="cp", mesh="cp=2", model=EXPERTS, options=ULYSSES),
+    Case(name="interleaved", mesh="pp=2", model=EXPERTS, options={"pipeline": "interleaved"}),
+    Case(name="zero bubble, tied", mesh="pp=2", model=TIED | {"num_layers": 4}, options={"pipeline": "zero_bubble"}),
+    Case(name="zero 3, bf16, tied", mesh="shard=2", zero=3, dtype=torch.bfloat16, model=TIED),
+    Case(name="zero 2, fp8", mesh="shard=2", zero=2, dtype=torch.bfloat16, options={"precision": "fp8"}),
+    Case(name="tp, biases", mesh="tp=2", model=BIASES),
+    Case(name="tp, odd vocabulary", mesh="tp=2", model=TIED | {"vocab_size": 65}),
+    Case(name="tp, lora", mesh="tp=2", model=BIASES, lora=True),
+    Case(name="pp, lora", mesh="pp=2", model=TIED, lora=True),
 ]
+PAIRS = itertools.combinations(("pp", "dp", "shard", "ep", "cp", "tp"), 2)
 FOUR = [
-    Case(name="zero 3 and tp", mesh="shard=2,tp=2", zero=3, model={"num_kv_heads": 2}),
-    Case(name="pp and tp", mesh="pp=2,tp=2", model={"num_kv_heads": 2}),
-    Case(name="ep and tp", mesh="ep=2,tp=2", model=EXPERTS | {"num_kv_heads": 2}),
+    *(Case(name=f"{dim}=4", mesh=f"{dim}=4", model=EXPERTS) for dim in ("shard", "tp", "pp", "ep")),
+    *(
+        Case(name=f"{a},{b}", mesh=f"{a}=2,{b}=2", model=EXPERTS, options=ULYSSES if "cp" in (a, b) else {})
+        for a, b in PAIRS
+    ),
+    Case(name="zero 3, tp, lora", mesh="shard=2,tp=2", zero=3, model=BIASES, lora=True),
 ]
 
 
@@ -46,25 +64,48 @@ def empty(case: Case) -> Transformer:
     return made
 
 
-def started_and_exported(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that rank 0 exports before the first step; the other ranks have nothing."""
-    config, made = tiny.config(case, alone=False), empty(case)
+def started_and_exported(case: Case, folder: Path, source: Path | None) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The weights and buffers that rank 0 exports before the first step, new or of the model in `source`, and the
+    digest of its frozen weights. The other ranks have nothing."""
+    config = tiny.config(case, alone=False)
     mesh = open_mesh(config.mesh, tiny.CPU)
-    state = TrainState(made, config, mesh=mesh, values=initial_values(made, 1))
+    with contextlib.ExitStack() as stack:
+        if source is None:
+            made = empty(case)
+            values = initial_values(made, 1)
+        else:
+            made, values = stack.enter_context(opened_model(source, dtype=case.dtype))
+            assert all(is_hollow(p) for p in made.parameters())
+        if case.lora:
+            tiny.with_lora(made)
+        state = TrainState(made, config, mesh=mesh, values=values)
     state.export(folder)
     state.close()
     if mesh.rank:
         held = sum(p.untyped_storage().nbytes() for p in made.parameters())
         assert held == 0 or (state.divided is None and config.zero_stage < 3), "a part of a stage 1 or 2 is whole"
-        return {}
-    return {name: p.detach().clone() for name, p in made.named_parameters()}
+        return {}, state.frozen_digest
+    return {name: t.detach().clone() for name, t in made.state_dict().items()}, state.frozen_digest
 
 
 def check(group: Ranks, case: Case, folder: Path) -> None:
-    found = group.run(started_and_exported, case, folder)[0]
-    wanted = dict(tiny.model(case).named_parameters())
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    """The weights of one device after initialisation, and after loading a folder of Hugging Face or of bagu."""
+    source = folder / "model"
+    random = tiny.model(replace(case, lora=False))
+    for b in random.buffers():
+        b.normal_(generator=torch.Generator().manual_seed(2)) if b.is_floating_point() else None
+    save_model(random, None, source)
+    assert (source / "bagu.json").is_file() == (case.model in (BIASES, EXPERTS)), "both kinds of folder"
+    for start in (None, source):
+        one = tiny.model(case) if start is None else load_model(source, dtype=case.dtype)
+        if case.lora and start is not None:
+            tiny.with_lora(one)
+        frozen = {name: p for name, p in one.named_parameters() if not p.requires_grad}
+        results = group.run(started_and_exported, case, folder, start)
+        found, wanted = results[0][0], one.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), start
+        assert {digest for _, digest in results} == {digest_of(frozen) if frozen else None}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -9,7 +9,7 @@ import pytest
 from ranks import Ranks
 from tiny import Case
 
-from bagu.nn.config import NormConfig
+from bagu.nn.config import MoEConfig, NormConfig
 
 HEADS = {"num_kv_heads": 2}
 MODES = [
@@ -33,6 +33,43 @@ def test_ranks_evaluate_and_sample_together(case: Case, two: Ranks) -> None:
     alone, _ = lockstep.evaluated(case, alone=True)
     assert losses == pytest.approx(alone, rel=1e-10)
     assert texts.keys() == {0, 1, 2} and not silent and not nothing, "rank 0 alone reports"
+
+
+EXPERTS = {"num_kv_heads": 2, "moe": MoEConfig(num_experts=4, top_k=2, expert_size=16, aux_weight=0.01)}
+ULYSSES = {"context_parallel": "ulysses"}
+PARTS = [
+    Case(name="tp", mesh="tp=2", model={"num_kv_heads": 2, "vocab_size": 65}),
+    Case(name="pp", mesh="pp=2", model={"tie_embeddings": True}),
+    Case(name="zero bubble", mesh="pp=2", model={"num_layers": 4}, options={"pipeline": "zero_bubble"}),
+    Case(name="ring", mesh="cp=2"),
+    Case(name="ulysses", mesh="cp=2", model={"num_kv_heads": 2}, options=ULYSSES),
+    Case(name="ep", mesh="ep=2", model=EXPERTS),
+]
+PARTS_OF_FOUR = [
+    Case(name="zero 3 and tp", mesh="shard=2,tp=2", zero=3, model={"num_kv_heads": 2}),
+    Case(name="pp and tp", mesh="pp=2,tp=2", model=EXPERTS),
+    Case(name="cp and tp", mesh="cp=2,tp=2", model={"num_kv_heads": 2}),
+    Case(name="pp and cp", mesh="pp=2,cp=2"),
+]
+
+
+def check_parts(case: Case, ranks: Ranks) -> None:
+    """Held-out losses and samples of a divided model, of which no rank gathers the whole."""
+    case = replace(case, name="", steps=2, options={**case.options, "eval_every": 1, "sample_every": 1})
+    (losses, texts), *_ = ranks.run(lockstep.evaluated, case, alone=False, gathers=False, temperature=0.0)
+    alone, wanted = lockstep.evaluated(case, alone=True, temperature=0.0)
+    assert losses == pytest.approx(alone, rel=1e-10)
+    assert texts == wanted
+
+
+@pytest.mark.parametrize("case", PARTS, ids=lambda c: c.name)
+def test_two_ranks_evaluate_their_parts(case: Case, two: Ranks) -> None:
+    check_parts(case, two)
+
+
+@pytest.mark.parametrize("case", PARTS_OF_FOUR, ids=lambda c: c.name)
+def test_four_ranks_evaluate_their_parts(case: Case, four: Ranks) -> None:
+    check_parts(case, four)
 
 
 def test_ctrl_c_on_one_rank_stops_all_after_the_same_step(two: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tiny import Case
 from bagu.nn.config import MoEConfig
 from bagu.parallel.mesh import MeshConfig
 from bagu.train import checkpoint
+from bagu.train.checkpoint.saved_tensors import SavedTensors
 
 WHOLE = Case(name="whole", mesh="dp=1", micro_batches=4, steps=4, model=resume.DROPOUT)
 MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
@@ -107,18 +109,40 @@ def test_a_run_of_a_divided_model_resumes_on_another_mesh(
     assert_resumes(tmp_path, base, where(first), where(second))
 
 
-def test_the_checkpoint_of_a_divided_model_is_that_of_one_process(two: Ranks, tmp_path: Path) -> None:
-    """The same files, names, shapes and dtypes, and values that differ by the order of summation."""
-    case = replace(DIVIDED, mesh="tp=2", steps=2)
-    two.run(resume.go, tmp_path / "ranks", case, alone=False)
+@pytest.mark.parametrize(
+    ("mesh", "parts"), [("tp=2", 2), ("pp=2", 2), ("cp=2", 1), ("ep=2,tp=2", 4), ("shard=2,tp=2", 4)]
+)
+def test_ranks_write_their_parts_of_the_checkpoint_of_one_process(
+    mesh: str, parts: int, two: Ranks, four: Ranks, tmp_path: Path
+) -> None:
+    """The same names, shapes and dtypes, and values that differ by the order of summation; each element once."""
+    cp = {"context_parallel": "ulysses"} if "cp" in mesh else {}
+    case = replace(DIVIDED, mesh=mesh, steps=2, options=cp)
+    {2: two, 4: four}[MeshConfig.parse(mesh).ranks].run(resume.go, tmp_path / "ranks", case, alone=False)
     resume.go(tmp_path / "alone", case, alone=True)
     (ranks,), (alone,) = (checkpoint.checkpoints(tmp_path / name) for name in ("ranks", "alone"))
-    assert sorted(p.name for p in ranks.iterdir()) == sorted(p.name for p in alone.iterdir())
+    checkpoint.verify(ranks)
     for kind in ("model", "optimizer"):
-        one, other = (load_file(path / f"{kind}.safetensors") for path in (alone, ranks))
-        assert {n: (t.shape, t.dtype) for n, t in one.items()} == {n: (t.shape, t.dtype) for n, t in other.items()}
-        for name, t in one.items():
-            torch.testing.assert_close(other[name], t, rtol=1e-10, atol=1e-12)
+        files = sorted(ranks.glob(f"{kind}*.safetensors"))
+        stored = [t for file in files for t in load_file(file).values()]
+        with SavedTensors(alone, kind) as one, SavedTensors(ranks, kind) as other:
+            assert one.shapes == other.shapes
+            assert len(files) == parts and sum(t.numel() for t in stored) == sum(map(math.prod, one.shapes.values()))
+            for name, shape in one.shapes.items():
+                t, size = one.whole(name), math.prod(shape)
+                assert other.whole(name).dtype == t.dtype
+                torch.testing.assert_close(other.whole(name), t, rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(
+                    other.read(name, size // 3, size), t.view(-1)[size // 3 :], rtol=1e-10, atol=1e-12
+                )
+
+
+def test_a_missing_part_of_a_divided_tensor_is_reported(two: Ranks, tmp_path: Path) -> None:
+    two.run(resume.go, tmp_path, replace(DIVIDED, mesh="tp=2", steps=2), alone=False)
+    (path,) = checkpoint.checkpoints(tmp_path)
+    (path / "model-00001-of-00002.safetensors").unlink()
+    with SavedTensors(path, "model") as saved, pytest.raises(ValueError, match=r"embedding\.weight lacks 1024 of 2080"):
+        saved.whole("embedding.weight")
 
 
 def test_ranks_write_their_own_files_without_pickle(four: Ranks, tmp_path: Path) -> None:

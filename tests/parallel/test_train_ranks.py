@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import run_bagu
 
 from bagu import config as configs
 from bagu.errors import BaguError
@@ -22,6 +24,7 @@ from bagu.parallel.supervise import Job, Start
 from bagu.recipes import ranks
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
+from bagu.recipes.models import load_model
 from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
 
@@ -94,6 +97,29 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path)
     assert resumed["step"] % 5 == 0
     assert list(out.glob("checkpoints/step-*/model-00001-of-00002.safetensors"))
     assert (out / "model" / "config.json").exists()
+
+
+def test_a_divided_model_is_loaded_by_parts_evaluated_and_exported(tmp_path: Path) -> None:
+    """A model of tp=2, then adapters of it (`--from`) over pp=2: the held-out losses and weights of one process."""
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("\n\n".join(f"{i} and {i * i} are {i + i * i}. " * 5 for i in range(300)))
+    settings = flags(model__num_kv_heads=2, train__steps=2, train__eval_every=1, train__sample_every=2)
+    rest = [
+        word for pair in zip(settings[::2], settings[1::2], strict=True) if "model." not in pair[1] for word in pair
+    ]
+    rest = [*rest, "--set", "lora.rank=4", "--prompt", "7 and", "--from", str(tmp_path / "tp")]
+    words = ["train", str(data), "--out"]
+    said = tmp_path / "log"
+    first = [*words, str(tmp_path / "tp"), *settings, "--prompt", "7 and", "--mesh", "tp=2"]
+    assert run_bagu(2, first, said) == [0, 0], said.read_text()
+    assert run_bagu(2, [*words, str(tmp_path / "pp"), *rest, "--mesh", "pp=2"], said) == [0, 0], said.read_text()
+    assert run_bagu(1, [*words, str(tmp_path / "one"), *rest], said) == [0], said.read_text()
+    pp, one = (rows(tmp_path / name / "metrics.jsonl") for name in ("pp", "one"))
+    assert [r["val_loss_nats"] for r in pp] == pytest.approx([r["val_loss_nats"] for r in one], rel=1e-5)
+    assert list(tmp_path.glob("pp/samples/*.json")) and (tmp_path / "pp" / "adapter").is_dir()
+    divided, whole = (load_model(tmp_path / name).state_dict() for name in ("pp", "one"))
+    assert all(torch.allclose(divided[name], whole[name], atol=1e-5) for name in whole)
 
 
 def train(*settings: str, **options: Any) -> None:

@@ -61,8 +61,11 @@ def model(case: Case) -> Transformer:
         "intermediate_size": 48, "max_len": CONTEXT,
     }  # fmt: skip
     made = init_weights(Transformer(ModelConfig(**sizes | dict(case.model)), dtype=case.dtype), seed=1)
-    if case.lora:
-        add_lora(made, rank=4, alpha=8.0, targets=".*", seed=1, base=None)
+    return with_lora(made) if case.lora else made
+
+
+def with_lora(made: Transformer) -> Transformer:
+    add_lora(made, rank=4, alpha=8.0, targets=".*", seed=1, base=None)
     return made
 
 

@@ -5,9 +5,9 @@
     state.json              step, data_step, updates, the cursor of the loader, the states of guard and loss, settings
     manifest.json           size and SHA-256 of the other files; written last
 
-A run whose states are divided over ranks (ZeRO) has a model and an optimizer file per rank (saved_tensors.py). Each
-rank writes its own to a folder beside the others'; rank 0 waits for all of them and puts the checkpoint together. A run
-whose model is divided (tp, cp, pp, ep) gathers whole tensors on rank 0, which writes them (whole_tensors.py).
+A run whose states are divided over ranks (ZeRO, tp, pp, ep) has a model and an optimizer file per rank
+(saved_tensors.py, divided_tensors.py). Each rank writes its own to a folder beside the others'; rank 0 waits for all of
+them and puts the checkpoint together.
 
 Everything is written and synced in a temporary folder, which is then renamed: a kill or a full disk leaves that folder
 behind and does not change earlier checkpoints. Tensors are stored by name and in fp32, so a checkpoint does not depend

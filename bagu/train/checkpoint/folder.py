@@ -8,7 +8,7 @@ from typing import Any
 
 from bagu.errors import BaguError
 
-FORMATS = (1, 2)  # 2: in parts
+FORMATS = (1, 2, 3)  # 2: in parts; 3: in parts that tp or ep divides
 MODEL, STATE, MANIFEST = "model.safetensors", "state.json", "manifest.json"
 KINDS = ("model", "optimizer")
 PARTIAL = ".partial-"  # prefix of a folder's name until it is complete
@@ -75,7 +75,7 @@ def verify(path: Path) -> None:
         if manifest["format"] not in FORMATS:
             raise BadCheckpoint(
                 path,
-                f"{path} has format {manifest['format']}, and this bagu reads {' and '.join(map(str, FORMATS))}",
+                f"{path} has format {manifest['format']}, and this bagu reads {', '.join(map(str, FORMATS))}",
                 hint="use the bagu it is from",
             )
         for name, want in manifest["files"].items():

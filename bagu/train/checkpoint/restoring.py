@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from bagu.train.checkpoint.divided_tensors import set_local, whole_shapes
 from bagu.train.checkpoint.folder import KINDS, CheckpointError, state_of
 from bagu.train.checkpoint.saved_tensors import SavedTensors
-from bagu.train.checkpoint.whole_tensors import set_local, whole_shapes
 from bagu.train.memory.divided import buffers_of
 from bagu.train.memory.sharded import Cut
 from bagu.train.state import TrainState

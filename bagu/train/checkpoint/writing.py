@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import safetensors
 import torch
 
+from bagu.train.checkpoint.divided_tensors import Tensors, own_tensors, part_of_checkpoint
 from bagu.train.checkpoint.folder import KINDS, MANIFEST, PARTIAL, STATE, CheckpointError, path_of, sha256
 from bagu.train.checkpoint.saved_tensors import file_name, write_parts
-from bagu.train.checkpoint.whole_tensors import gathered_model, gathered_optimizer
 from bagu.train.memory.divided import buffers_of
 from bagu.train.memory.on_disk import on_disk
 from bagu.train.memory.sharded import Cut
@@ -44,21 +44,22 @@ class Snapshot:
 def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0, folder: Path | None = None) -> Snapshot:
     """Copy the state that a resume needs. On a GPU the copies are queued on the stream; this does not wait for them.
 
-    Every rank of a divided model calls it, and rank 0 has the tensors: in files of `folder`, not in memory, if given.
+    A rank takes its part of a divided state; on a CPU, where the copy would double its memory, in files of `folder`.
     """
     device, divided = state.device, state.divided
-    model: dict[str, torch.Tensor | Cut]
-    optimizer: dict[str, torch.Tensor | Cut]
-    part, parts = (0, 1) if state.mesh is None else (state.mesh.coordinate("shard"), state.mesh.size("shard"))
+    part, parts = part_of_checkpoint(state.mesh)
+    copy: Callable[[torch.Tensor], torch.Tensor] = _copy
+    if folder is not None and parts > 1 and device.type == "cpu":
+        copy = functools.partial(on_disk, folder=folder)
+    model: Tensors
+    optimizer: Tensors
     if divided is not None:
-        part, parts = state.mesh.rank, 1  # type: ignore[union-attr]
-        copy = _copy if folder is None else functools.partial(on_disk, folder=folder)
-        model, optimizer = {**gathered_model(state, divided, copy)}, {**gathered_optimizer(state, divided, copy)}
+        model, optimizer = own_tensors(divided, state, copy)
     else:
-        model = dict(state.flat.masters(_copy))
+        model = dict(state.flat.masters(copy))
         if part == 0:
-            model |= {name: _copy(value) for name, value in buffers_of(state.model).items()}
-        optimizer = dict(state.optimizer.cuts(_copy) if state.flat.divided else state.optimizer.tensors(_copy))
+            model |= {name: copy(value) for name, value in buffers_of(state.model).items()}
+        optimizer = dict(state.optimizer.cuts(copy) if state.flat.divided else state.optimizer.tensors(copy))
     ready = None
     if device.type == "cuda":
         ready = torch.cuda.Event()
@@ -110,7 +111,8 @@ def _write_checkpoint(folder: Path, snap: Snapshot) -> Path:
         files[STATE] = _facts_of(partial / STATE)
         for part in range(1, snap.parts):
             files |= _collect(folder, snap, part, partial)
-        _write_json(partial / MANIFEST, {"format": 1 if snap.parts == 1 else 2, "files": files})
+        divided = any(isinstance(t, Cut) and t.divisions for t in snap.model.values())
+        _write_json(partial / MANIFEST, {"format": 3 if divided else min(snap.parts, 2), "files": files})
         _sync(partial)
         if final.exists():
             shutil.rmtree(final)

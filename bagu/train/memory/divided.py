@@ -1,8 +1,8 @@
 """A model that is divided over the tp, cp, pp and ep of a mesh while it trains.
 
 The caller's model stays whole, but has no memory in the meantime: a copy of it that shares its tensors is divided
-(parallel/model_parallel.py), and the parameters become this rank's parts. An evaluation, a sample and the end of the
-run gather the whole model on every rank, so that whatever takes a model gets an ordinary one.
+(parallel/model_parallel.py), and the parameters become this rank's parts. Held-out losses and samples run on the parts
+(divided_forward.py); `gathered` has the whole model on every rank, for whatever takes an ordinary one.
 """
 
 import copy
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bagu import ops
 from bagu.nn.change import place
 from bagu.nn.hollow import Values, is_hollow
 from bagu.nn.model import Transformer
@@ -26,7 +27,7 @@ from bagu.parallel.vocab_loss import vocab_cross_entropy
 from bagu.train.loss import Loss, MicroBatch, MicroBatchLoss, TokenLoss, TokenValues, Totals
 from bagu.train.memory.flat import FlatParameters, Role, roles
 from bagu.train.memory.sharded import ShardedParameters
-from bagu.types import Batch
+from bagu.types import IGNORE, Batch
 
 Flat = FlatParameters | ShardedParameters
 
@@ -59,6 +60,11 @@ class DividedModel:
     def has_stages(self) -> bool:
         return bool(self.parallel.stages)
 
+    @property
+    def token_values(self) -> TokenValues:
+        """(target_logit, lse) of tokens from hidden states and this rank's rows of the head."""
+        return self._values or functools.partial(ops.linear_cross_entropy, ignore_index=IGNORE)
+
     def own_memory(self) -> None:
         """Free the memory of the whole model. Called after the flat buffers have taken the trained parameters."""
         for p in self.local.parameters():
@@ -75,7 +81,7 @@ class DividedModel:
     def run(self, loss: Loss[Any, Any], batch: MicroBatch, totals: Totals) -> MicroBatchLoss:
         """The forward of a micro-batch without a pipeline. The batch is on the host."""
         if self.mesh.size("cp") > 1:
-            (batch,) = self._split([batch])
+            (batch,) = self.split([batch])
         batch = batch.to(self.mesh.device, non_blocking=True)
         if self._values is None:
             return loss(self.local, batch, totals)  # type: ignore[arg-type]
@@ -86,7 +92,7 @@ class DividedModel:
         """Forward and backward of all micro-batches of this rank through its stages; gradients go to `flat`."""
         scale = batches[0].num_tokens / totals.tokens
         if self.mesh.size("cp") > 1:
-            batches = self._split(batches)
+            batches = self.split(batches)
         found: list[Any] = []
 
         def at_head(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -105,7 +111,7 @@ class DividedModel:
             ),
         )
 
-    def _split(self, batches: Sequence[Any]) -> list[Batch]:
+    def split(self, batches: Sequence[Any]) -> list[Batch]:
         """This rank's tokens of micro-batches, equally many of each."""
         tokens = part_tokens(batches, self.mesh.size("cp"), self.mesh.size("tp")) if self.method == "ring" else None
         return [split_batch(batch, self.mesh, self.method, tokens) for batch in batches]

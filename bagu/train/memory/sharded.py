@@ -25,6 +25,7 @@ from bagu.nn.hollow import Values, value_of
 from bagu.parallel.collectives import all_gather, wait_for
 from bagu.parallel.data_parallel import buckets_of
 from bagu.parallel.mesh import Mesh
+from bagu.parallel.sharding import Division
 from bagu.parallel.spread import Spread, SpreadOf, everywhere
 from bagu.parallel.zero import GatherOnUse, Unit
 from bagu.train.memory.flat import ALIGN, GradientHooks, Role, Segment, Slot, master_dtype, roles, trained
@@ -48,11 +49,13 @@ class Piece(Segment):
 
 
 class Cut(NamedTuple):
-    """The elements [start, start + len(values)) of a parameter of this shape, flattened."""
+    """The elements [start, start + len(values)) of a parameter of this shape, flattened. With `divisions`, of the part
+    that they cut out of it (parallel/sharding.py)."""
 
     values: torch.Tensor
     start: int
     shape: tuple[int, ...]
+    divisions: tuple[Division, ...] = ()
 
 
 class ShardedParameters:
