@@ -63,7 +63,10 @@ def all_to_all(
     if (ranks := mesh.group(group)) is None:
         received.copy_(sent)
         return
-    mesh.traffic.add("all_to_all", group, sent.nbytes, mesh.size(group))
+    others = None  # the bytes for other ranks, where experts divide the rows unequally
+    if sent_rows is not None and len(sent):
+        others = sent.nbytes // len(sent) * (len(sent) - sent_rows[mesh.coordinate(group)])
+    mesh.traffic.add("all_to_all", group, sent.nbytes, mesh.size(group), others)
     wait_for(mesh, dist.all_to_all_single(received, sent, received_rows, sent_rows, group=ranks, async_op=True))
 
 

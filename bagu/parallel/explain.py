@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from bagu.machine.terminal import counted
 from bagu.parallel.mesh import DIMS, MeshConfig
 from bagu.parallel.spread import EVERYWHERE, Spread
-from bagu.parallel.traffic import Kind, Tally, sent_bytes
+from bagu.parallel.traffic import Kind, Tally, gloo_bytes, sent_bytes
 
 MEANING = {
     "pp": "pipeline stages", "dp": "replicas, each with its own micro-batches", "tp": "parts of each layer",
@@ -94,6 +94,15 @@ def compare_bytes(
             f"{name:<24} {tally.calls / steps:>7.1f} {_size(tally.sent / steps):>12} {_size(formula):>12}  {ratio}"
         )
     return lines
+
+
+def compare_sockets(counted: Mapping[tuple[Kind, str], Tally], sockets: int, steps: int) -> str:
+    """The bytes that the kernel has sent for a step beside those that were counted, and those of Gloo's algorithms."""
+    sent, gloo = sum(tally.sent for tally in counted.values()), gloo_bytes(counted)
+    if not sent:
+        return f"sockets   {_size(sockets / steps)} a rank and step over TCP"
+    line = f"sockets   {_size(sockets / steps)} a rank and step over TCP, {sockets / sent:.2f} times the sum above"
+    return line if gloo == sent else f"{line}: Gloo reduce-scatters by an all-reduce ({sockets / gloo:.2f} with it)"
 
 
 def _size(number: float) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from bagu.nn.lora import add_lora
 from bagu.nn.model import Transformer
-from bagu.parallel.explain import compare_bytes, explain, step_bytes
+from bagu.parallel.explain import compare_bytes, compare_sockets, explain, step_bytes
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.model_part import ModelPart, activation_bytes, model_part_of
+from bagu.parallel.sockets import socket_bytes
 from bagu.parallel.spread import EVERYWHERE
 from bagu.parallel.timeline import draw_pipeline
 from bagu.parallel.traffic import Kind, Tally
@@ -26,6 +27,7 @@ class Explanation:
         self.run, self.say = run, say
         self.predicted: dict[tuple[Kind, str], int] = {}
         self._begin: tuple[float, float, int, dict[tuple[Kind, str], Tally]] = (0.0, 0.0, 0, {})
+        self._sockets: int | None = None
 
     def before(self, summary: Summary, mesh: Mesh | None) -> None:
         """Print the prediction, before the first step."""
@@ -49,6 +51,7 @@ class Explanation:
         if mesh is not None:
             traffic = mesh.traffic
             self._begin = (time.perf_counter(), traffic.waited_s, summary.first_step, dict(traffic.tallies))
+            self._sockets = socket_bytes() if mesh.device.type == "cpu" else None  # NCCL uses other ways too
 
     def _part(self, summary: Summary) -> ModelPart:
         """What rank 0 has of the model."""
@@ -95,8 +98,11 @@ class Explanation:
         if mesh is None or done.step == first:
             return
         steps, seconds = done.step - first, time.perf_counter() - start
-        for line in compare_bytes(mesh.traffic.since(tallies), self.predicted, steps):
+        counted = mesh.traffic.since(tallies)
+        for line in compare_bytes(counted, self.predicted, steps):
             self.say(line)
+        if self._sockets is not None and (sockets := socket_bytes()) is not None:
+            self.say(compare_sockets(counted, sockets - self._sockets, steps))
         exposed = mesh.traffic.waited_s - waited
         self.say(
             f"exposed   rank 0 waited {1000 * exposed / steps:.3g} ms a step for collectives, "
