@@ -13,7 +13,7 @@ starts; there is no state to restore.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
@@ -112,24 +112,33 @@ class Loader:
 
     def batch(self, step: int) -> tuple[Batch, ...]:
         """The micro-batches of global step `step`."""
-        if step < 0:
-            raise ArgumentError(f"there is no step {step}", hint="steps start at 0")
-        c = self.config
-        rows = []
-        for source, number in self.mixture.rows(step):
-            name = self.mixture.names[source]
-            rows.append((self.stores[name], self.layouts[name].row(number)))
-        cuts = range(0, len(rows), c.rows)
-        joined = c.packing == "joined"
-        batches = tuple(
-            assemble(rows[i : i + c.rows], context=c.context, max_segments=c.max_segments, joined=joined) for i in cuts
-        )
-        if not any(b.num_targets for b in batches):
+        batches = self._assembled(step, range(self.config.micro_batches))
+        if not any(b.num_targets for b in batches.values()):
             hint = "raise rows or context, or set packing='whole', which skips rows without targets"
             raise BaguError(f"step {step} has no targets: the loss mask is 0 in all of its rows", hint=hint)
+        return tuple(self._transformed(step, batches).values())
+
+    def share(self, step: int, numbers: Sequence[int]) -> dict[int, Batch]:
+        """The micro-batches of global step `step` with these numbers. They may have no targets."""
+        return self._transformed(step, self._assembled(step, numbers))
+
+    def _transformed(self, step: int, batches: dict[int, Batch]) -> dict[int, Batch]:
         if self.transform is None:
             return batches
-        return tuple(self.transform(b, step, number) for number, b in enumerate(batches))
+        return {number: self.transform(b, step, number) for number, b in batches.items()}
+
+    def _assembled(self, step: int, numbers: Sequence[int]) -> dict[int, Batch]:
+        if step < 0:
+            raise ArgumentError(f"there is no step {step}", hint="steps start at 0")
+        c, made = self.config, dict[int, Batch]()
+        rows = [(self.mixture.names[source], number) for source, number in self.mixture.rows(step)]
+        for at in numbers:
+            pieces = [
+                (self.stores[name], self.layouts[name].row(n)) for name, n in rows[at * c.rows : (at + 1) * c.rows]
+            ]
+            joined = c.packing == "joined"
+            made[at] = assemble(pieces, context=c.context, max_segments=c.max_segments, joined=joined)
+        return made
 
     def cursor(self, step: int) -> dict[str, Any]:
         """The position in every source at the start of `step`, as JSON: the next token of each."""
@@ -172,6 +181,10 @@ class Loader:
     def prefetch(self, start: int, *, stop: int | None = None, depth: int = 2) -> Prefetch[tuple[Batch, ...]]:
         """An iterator over the batches of steps `start`, `start` + 1, ... A thread makes up to `depth` in advance."""
         return Prefetch(self.batch, start, stop=stop, depth=depth)
+
+    def prefetch_share(self, start: int, numbers: Sequence[int], *, depth: int = 2) -> Prefetch[dict[int, Batch]]:
+        """The same for some of the micro-batches of each step: see `share`."""
+        return Prefetch(lambda step: self.share(step, numbers), start, depth=depth)
 
 
 def layout(store: TokenStore, config: DataConfig, order: Order, name: str, *, epochs: int | None = None) -> Layout:

@@ -26,6 +26,7 @@ from bagu.train.checkpoint.saving import Saver
 from bagu.train.interrupt import Interrupt
 from bagu.train.loss import BatchT_co, Loss, MicroBatch
 from bagu.train.meters import Meters
+from bagu.train.own_share import prefetch
 from bagu.train.prepare import prepared
 from bagu.train.served.worker import Served
 from bagu.train.stability import TrainingDiverged
@@ -249,7 +250,7 @@ class _Run:
     def next_batches(self) -> Sequence[MicroBatch]:
         """The micro-batches at `data_step`; a loader that prefetches prepares the next ones in the meantime."""
         if self._batches is None:
-            self._batches = self._loading.enter_context(self.loader.prefetch(self.state.data_step))
+            self._batches = self._loading.enter_context(prefetch(self.loader, self.state))
         return next(self._batches)
 
     def _seek(self) -> None:

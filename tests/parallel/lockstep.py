@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import resume
@@ -71,6 +72,22 @@ def evaluated(
         evaluate=held_out_loss(lambda: held_out), sample=sample,
     )  # fmt: skip
     return losses, texts
+
+
+def assembled(case: Case, *, alone: bool) -> tuple[set[int], list[float]]:
+    """The numbers of the micro-batches that this rank has assembled, and the losses of rank 0."""
+    config, model = tiny.config(case, alone=alone), tiny.model(case)
+    mesh = None if alone else open_mesh(config.mesh, tiny.CPU)
+    loader, rows, numbers = tiny.loader(case.micro_batches), resume.Rows(), set[int]()
+    make = loader._assembled
+
+    def watched(step: int, wanted: Sequence[int]) -> Any:
+        numbers.update(wanted)
+        return make(step, wanted)
+
+    loader._assembled = watched  # type: ignore[method-assign]
+    fit(config, model, loader, observers=[rows], mesh=mesh)
+    return numbers, list(rows.losses.values())
 
 
 class PressOn(CrossEntropy):

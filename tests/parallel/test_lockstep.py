@@ -72,6 +72,17 @@ def test_four_ranks_evaluate_their_parts(case: Case, four: Ranks) -> None:
     check_parts(case, four)
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "shard=2", "dp=2,tp=2"])
+def test_a_rank_assembles_its_own_micro_batches(mesh: str, two: Ranks, four: Ranks) -> None:
+    """Documents have unlike numbers of targets: the totals of a step come from all ranks."""
+    case = Case(name="", mesh=mesh, steps=3, model=HEADS)
+    found = (four if "tp" in mesh else two).run(lockstep.assembled, case, alone=False)
+    numbers, losses = lockstep.assembled(case, alone=True)
+    shares = [{0, 2}, {1, 3}] if len(found) == 2 else [{0, 2}, {0, 2}, {1, 3}, {1, 3}]
+    assert numbers == {0, 1, 2, 3} and [own for own, _ in found] == shares
+    assert found[0][1] == pytest.approx(losses, rel=1e-10)
+
+
 def test_ctrl_c_on_one_rank_stops_all_after_the_same_step(two: Ranks) -> None:
     """It comes during step 3 (one micro-batch a rank), and the ranks agree on it in step 4 at the latest."""
     case = Case(name="", micro_batches=2, steps=50)
