@@ -39,7 +39,7 @@ def all_gather(
         whole.copy_(part)
         return None
     mesh.traffic.add("all_gather", group, whole.nbytes, mesh.size(group))
-    return _done(mesh, _ALL_GATHER(whole, part, group=ranks, async_op=True), async_op)
+    return _done(mesh, ALL_GATHER(whole, part, group=ranks, async_op=True), async_op)
 
 
 def _done(mesh: Mesh, work: dist.Work | None, async_op: bool) -> dist.Work | None:
@@ -98,4 +98,4 @@ def _named(new: str, old: str) -> Callable[..., Any]:
 
 
 _REDUCE_SCATTER = _named("reduce_scatter_single", "reduce_scatter_tensor")
-_ALL_GATHER = _named("all_gather_single", "all_gather_into_tensor")
+ALL_GATHER = _named("all_gather_single", "all_gather_into_tensor")

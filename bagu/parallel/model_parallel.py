@@ -119,6 +119,23 @@ class ModelParallel:
         dist.broadcast(part, group=pp, group_src=self.owner(name))
         return part
 
+    def whole_on_first(self, name: str, part: torch.Tensor | None) -> torch.Tensor | None:
+        """The same on the ranks that are the first of tp, ep and pp; the others send their parts, and get None."""
+        for places, group in reversed(self._divisions()):
+            if part is not None:
+                ranks = self.mesh.group(group)
+                part = gather_full({name: part.detach()}, places, ranks, first=True)[name].contiguous()
+            if self.mesh.coordinate(group):
+                return None
+        pp, me, owner = self.mesh.group("pp"), self.mesh.coordinate("pp"), self.owner(name)
+        if me == owner != 0:
+            assert part is not None
+            dist.send(part, group=pp, group_dst=0)
+        elif me == 0 != owner:
+            part = torch.empty_like(self.whole[name], device=self.mesh.device)
+            dist.recv(part, group=pp, group_src=owner)
+        return part if me == 0 else None
+
     def whole_over_tp(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The same over tp alone: a matrix that an optimizer needs whole."""
         return gather_full({name: part}, self.tensor, self.mesh.group("tp"))[name]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bagu.nn.config import ModelConfig, T5Relative
+from bagu.parallel.collectives import ALL_GATHER
 
 
 @dataclass(frozen=True)
@@ -117,25 +118,37 @@ def placements(names: Sequence[str], table: Table, config: ModelConfig) -> dict[
 
 
 def gather_full(
-    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup | None
-) -> dict[str, torch.Tensor]:
-    """The full state dict on every rank of `group` (None is one rank), one tensor at a time.
+    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup | None,
+    *, first: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The full state dict on every rank of `group` (None is one rank), one tensor at a time; or on its `first` rank
+    alone, and the others keep their parts.
 
     Works for all tensors in the shapes of the parameters: weights, gradients, moments of an optimizer.
     """
     if group is None:
         return dict(state)
-    return {name: _gathered(x.detach(), places.get(name, Replicated()), group) for name, x in state.items()}
+    return {name: _gathered(x.detach(), places.get(name, Replicated()), group, first) for name, x in state.items()}
 
 
-def _gathered(x: torch.Tensor, place: Placement, group: dist.ProcessGroup) -> torch.Tensor:
+def _gathered(x: torch.Tensor, place: Placement, group: dist.ProcessGroup, first: bool) -> torch.Tensor:
     if isinstance(place, Replicated):
         return x
     shapes = [torch.empty(x.ndim, dtype=torch.int64, device=x.device) for _ in range(group.size())]
     dist.all_gather(shapes, torch.tensor(x.shape, device=x.device), group=group)
     sizes = [torch.Size(shape.tolist()) for shape in shapes]
     longest = max(size.numel() for size in sizes)
-    flat = torch.nn.functional.pad(x.reshape(-1), (0, longest - x.numel()))  # Gloo gathers equal sizes only
-    parts = [torch.empty_like(flat) for _ in sizes]
-    dist.all_gather(parts, flat, group=group)
+    flat = x.reshape(-1)
+    if len(flat) < longest:  # Gloo gathers equal sizes only
+        flat = torch.nn.functional.pad(flat, (0, longest - len(flat)))
+    if first and group.rank():
+        dist.send(flat, group=group, group_dst=0)
+        return x
+    parts = flat.new_empty(len(sizes), longest)  # one tensor: for a list, Gloo would make a second copy
+    if first:
+        parts[0] = flat
+        for rank in range(1, len(sizes)):
+            dist.recv(parts[rank], group=group, group_src=rank)
+    else:
+        ALL_GATHER(parts.view(-1), flat, group=group)
     return place.join([part[: size.numel()].view(size) for part, size in zip(parts, sizes, strict=True)])

@@ -336,11 +336,13 @@ class TrainState:
         for names in itertools.chain(self.flat.in_turn(), [None]):
             for name in list(left) if names is None else names:
                 del left[name]
+                value: torch.Tensor | None
                 if self.divided is not None:
-                    value = self.divided.parallel.whole_of(name, mine[name].data if name in mine else None)
+                    value = self.divided.parallel.whole_on_first(name, mine[name].data if name in mine else None)
                 else:
                     value = mine[name].data
                 if first:
+                    assert value is not None
                     place(targets[name], on_disk(value, folder))
         if self.divided is not None:
             self.divided.fill_buffers()

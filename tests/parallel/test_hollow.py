@@ -57,9 +57,8 @@ FOUR = [
 
 
 def empty(case: Case) -> Transformer:
-    config = tiny.model(case).config
     with hollow():
-        made = Transformer(config, dtype=case.dtype)
+        made = Transformer(tiny.model_config(case), dtype=case.dtype)
     assert all(is_hollow(p) for p in made.parameters())
     return made
 

@@ -55,12 +55,16 @@ def loader(micro_batches: int, packing: Packing = "stream") -> Loader:
     return Loader({"counting": store}, shape)
 
 
-def model(case: Case) -> Transformer:
+def model_config(case: Case) -> ModelConfig:
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
         "intermediate_size": 48, "max_len": CONTEXT,
     }  # fmt: skip
-    made = init_weights(Transformer(ModelConfig(**sizes | dict(case.model)), dtype=case.dtype), seed=1)
+    return ModelConfig(**sizes | dict(case.model))
+
+
+def model(case: Case) -> Transformer:
+    made = init_weights(Transformer(model_config(case), dtype=case.dtype), seed=1)
     return with_lora(made) if case.lora else made
 
 
