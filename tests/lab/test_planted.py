@@ -15,6 +15,7 @@ from tests.lab import (
     test_claim_labs,
     test_constrained_decoding_lab,
     test_contamination_lab,
+    test_context_labs,
     test_decoding_labs,
     test_dpo_reward_model,
     test_few_shot_noise,
@@ -38,10 +39,12 @@ from tests.lab import (
     test_quantization_error,
     test_quantization_quality,
     test_queueing_labs,
+    test_retrieval_labs,
     test_reward_hacking,
     test_rollout_parity,
     test_serving_labs,
     test_tensor_parallel_lab,
+    test_training_claims,
 )
 from tests.lab.test_lab_run import check_pair
 
@@ -265,6 +268,9 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
     }
     | test_micro_labs.PLANTED
     | test_claim_labs.PLANTED
+    | test_context_labs.PLANTED
+    | test_training_claims.PLANTED
+    | test_retrieval_labs.PLANTED
 )
 
 
