@@ -135,7 +135,7 @@ def test_too_few_batches_and_harmless_causes_leave_it_open() -> None:
         "not decided"
     )
     harmless = loss_spikes.verdict(spikes(dict.fromkeys(loss_spikes.REMEDIES, 0.0)))
-    assert harmless.kind == "not decided" and "bad batch" in harmless.takes_en
+    assert harmless.kind == "not decided" and "bad batch, rate, start" in harmless.sentence_en
     still = [row | {"gain_points": float(i % 3 - 1)} for i, row in enumerate(changed(0.1, 0.0))]
     assert how_much_changes.verdict(still).kind == "not decided"
 

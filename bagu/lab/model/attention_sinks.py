@@ -99,8 +99,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "{window}, with the first {n} {kept}. In dense attention the first {n} of {length} tokens get {heavy:.0f} % "
         "of the last one's weight, {equal:.0f} % would be equal.",
         "与重新计算的 {w} token 窗口相比的损失：全部 token {all}，丢掉最初 token 的窗口 {window}，保留最初 {n} 个 "
-        "{kept}。"
-        "稠密注意力中，{length} 个 token 里最初 {n} 个得到末尾 token {heavy:.0f} % 的权重，均分则为 {equal:.0f} %。",
+        "{kept}。稠密注意力中，{length} 个 token 里最初 {n} 个得到末尾 token {heavy:.0f} % 的权重，均分则为 "
+        "{equal:.0f} %。",
         w=WINDOW, all=found["all"], window=window, n=CLAIMED, kept=kept, length=LENGTH, heavy=sum(heavy) / len(heavy),
         equal=100 * CLAIMED / LENGTH,
     )  # fmt: skip
@@ -124,9 +124,8 @@ LAB = Claim(
     claim_en="A model that slides a window over its text breaks when the first tokens leave it; keeping four of them "
     "mends it.",
     claim_zh="在文本上滑动窗口的模型，最初的 token 移出窗口就会崩溃；保留其中四个就能恢复。",
-    regime=f"A model of 4 layers, width 64, trained dense on the bytes of the standard library in contexts of "
-    f"{LENGTH}; "
-    f"a window of {WINDOW} only when it is read; held-out modules; 3 seeds.",
+    regime="A model of 4 layers, width 64, trained dense on the bytes of the standard library in contexts of "
+    f"{LENGTH}; a window of {WINDOW} only when it is read; held-out modules; 3 seeds.",
     varies="What the last token may attend to: all, the window, the window and the first 1, 4 or 16 tokens.",
     measures=f"The loss of the last token, per seed relative to the same window as a text of its own; more than "
     f"{BREAKS:g} % is broken, up to {MENDED:g} % mended. The weight of the first tokens in dense attention.",

@@ -72,8 +72,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     said = Verdict.say(
         share_met([chosen.high <= MARGIN, trained.high <= MARGIN]),
         "With {top} chosen blocks a query reads {percent:.0f} % of the keys. Loss against dense attention: trained "
-        "dense "
-        "and read sparse {chosen} (as many nearest blocks {near}), trained sparse {trained}.",
+        "dense and read sparse {chosen} (as many nearest blocks {near}), trained sparse {trained}.",
         "选 {top} 块时，一个 query 读 {percent:.0f} % 的 key。与稠密注意力相比的损失：稠密训练、稀疏读取 {chosen}"
         "（同样多的最近块 {near}），稀疏训练 {trained}。",
         top=TRAINED_TOP, percent=number(where(rows, name=name)[0], "read_percent"), chosen=chosen, trained=trained,
@@ -106,9 +105,8 @@ LAB = Claim(
     title_zh="块稀疏注意力",
     claim_en="A query needs few blocks of keys, chosen by their mean key: the loss stays that of dense attention.",
     claim_zh="query 只需按平均 key 选出的少数几块：损失与稠密注意力相同。",
-    regime=f"A model of 2 layers, width 64, 4 heads on 2 key heads, on the bytes of the standard library in contexts "
-    f"of "
-    f"{LENGTH}, blocks of {SIZE}; tokens of the second half; held-out modules; 3 seeds.",
+    regime="A model of 2 layers, width 64, 4 heads on 2 key heads, on the bytes of the standard library in contexts "
+    f"of {LENGTH}, blocks of {SIZE}; tokens of the second half; held-out modules; 3 seeds.",
     varies="The number of chosen blocks (0 to 8), the choice (by the query, or the nearest), and whether the model was "
     "trained dense or sparse.",
     measures=f"Loss per seed relative to dense attention; up to {MARGIN:g} % more counts as the same. The share of the "
@@ -117,6 +115,5 @@ LAB = Claim(
     published_en="MoBA trains with blocks chosen by their mean keys and scales as full attention does; a Llama 3.1 8B "
     "made so reads 1M tokens up to 6.5 times as fast (Lu et al. 2025, arXiv:2502.13189).",
     published_zh="MoBA 按平均 key 选块来训练，扩展规律与全注意力相当；这样改造的 Llama 3.1 8B 读 100 万 token 快至多 "
-    "6.5 倍"
-    "（Lu 等，2025，arXiv:2502.13189）。",
+    "6.5 倍（Lu 等，2025，arXiv:2502.13189）。",
 )

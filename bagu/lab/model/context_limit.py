@@ -79,8 +79,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict.say(
         share_met(first(row, n) == "time" for row, n in cases),
         "With {seconds} s for a prompt the first limit of {cases} combinations of model, GPU and streams is {told}. "
-        "Time "
-        "is first for: {where}. Stored scores, which no kernel needs, would end at {least:,.0f} to {most:,.0f} tokens.",
+        "Time is first for: {where}. Stored scores, which no kernel needs, would end at {least:,.0f} to {most:,.0f} "
+        "tokens.",
         "提示限时 {seconds} 秒，{cases} 种模型、GPU 与并发路数的组合中最先到达的限制：{told}。时间最先的是：{where}。"
         "若存下分数（没有算子需要），只到 {least:,.0f} 至 {most:,.0f} token。",
         seconds=PATIENCE, cases=len(cases), told=listed(told),
@@ -110,8 +110,7 @@ LAB = Claim(
     claim_en="The context is limited because attention takes time and memory of O(n²).",
     claim_zh="上下文长度受限，是因为注意力的时间和显存都是 O(n²)。",
     regime="One GPU, bf16 weights and cache, full attention that stores no scores; matrix products at the measured "
-    "best "
-    "rate of the GPU; no other memory than weights and cache.",
+    "best rate of the GPU; no other memory than weights and cache.",
     varies=f"Model, GPU ({', '.join(GPUS)}), streams that share the memory ({STREAMS[0]}, {STREAMS[-1]}).",
     measures=f"The longest context by each limit: {PATIENCE} s for the prompt, the memory that the weights leave, the "
     "length of the training. The first of the three decides.",

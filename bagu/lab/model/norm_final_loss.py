@@ -97,8 +97,7 @@ LAB = Claim(
     claim_en="Pre-norm is easier to train, and post-norm ends with a lower loss.",
     claim_zh="pre-norm 更容易训练，而 post-norm 最终损失更低。",
     regime=f"LayerNorm, width {WIDTH}, on the bytes of the standard library in contexts of {CONTEXT}; AdamW with a "
-    f"tenth "
-    "of warm-up and a linear decay to 0; held-out modules; 3 seeds beside the one that chooses the rate.",
+    "tenth of warm-up and a linear decay to 0; held-out modules; 3 seeds beside the one that chooses the rate.",
     varies=f"The placement (pre, post, sandwich), {DEPTHS[0]} and {DEPTHS[-1]} layers, the learning rate "
     f"({', '.join(map(str, RATES))}).",
     measures="The loss on held-out modules at the end with the best rate, per seed relative to pre-norm.",

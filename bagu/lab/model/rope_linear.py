@@ -114,8 +114,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "{sinusoidal}. Rotated, {many:.0f} % of the weights are negative in heads of {dim}; in heads of {small} so are "
         "{few:.0f} % of their sums, which is why the divisor is not rotated.",
         "线性注意力的损失，与无位置编码相比：RoPE {rope}，随距离衰减 {decay}，正弦 {sinusoidal}。旋转之后，{dim} "
-        "维的头有 "
-        "{many:.0f} % 的权重为负；{small} 维的头连和也有 {few:.0f} % 为负，所以分母不旋转。",
+        "维的头有 {many:.0f} % 的权重为负；{small} 维的头连和也有 {few:.0f} % 为负，所以分母不旋转。",
         rope=rope, decay=decay, sinusoidal=found["sinusoidal"], many=number(many, "negative_weights_percent"),
         few=number(few, "negative_sums_percent"), dim=HEAD_DIM, small=HEAD_DIMS[1],
     )  # fmt: skip
@@ -139,14 +138,12 @@ LAB = Claim(
     claim_en="RoPE is the only relative encoding that linear attention can have.",
     claim_zh="RoPE 是线性注意力唯一可用的相对位置编码。",
     regime=f"A model of 2 layers, width 64, {HEADS} heads of linear attention with φ = elu + 1, on the bytes of the "
-    f"standard library "
-    f"in contexts of {CONTEXT}; held-out modules; 3 seeds. Signs: random features, 512 tokens.",
+    f"standard library in contexts of {CONTEXT}; held-out modules; 3 seeds. Signs: random features, 512 tokens.",
     varies="The encoding: none, sinusoids, RoPE in the numerator, a decay γ^(m − n) with a γ for each head.",
     measures=f"Loss per seed relative to no positions; {MARGIN:g} % less counts as a gain. The share of "
     "weights and of their sums that are negative when the features are rotated.",
     evidence="training",
     published_en="RetNet decays with the distance and rotates as well, in a form that is linear in the length (Sun et "
-    "al. "
-    "2023, arXiv:2307.08621).",
+    "al. 2023, arXiv:2307.08621).",
     published_zh="RetNet 既随距离衰减也旋转，形式上与长度成线性（Sun 等，2023，arXiv:2307.08621）。",
 )

@@ -78,7 +78,6 @@ LAB = Claim(
     measures=f"Loss on held-out modules, per seed relative to GELU; {MARGIN:g} % less counts as lower.",
     evidence="training",
     published_en="T5 at equal parameters and work: GEGLU and SwiGLU have the lowest perplexities of eight FFNs "
-    "(Shazeer "
-    "2020, arXiv:2002.05202).",
+    "(Shazeer 2020, arXiv:2002.05202).",
     published_zh="参数与计算量相同的 T5：八种 FFN 中 GEGLU 与 SwiGLU 的困惑度最低（Shazeer，2020，arXiv:2002.05202）。",
 )

@@ -140,15 +140,13 @@ LAB = Claim(
     claim_en="L layers of attention with a window of w see L · w tokens back.",
     claim_zh="L 层窗口为 w 的注意力能看到 L · w 个 token 之前。",
     regime=f"Models of width 64 with windows of {WINDOW} in all layers; a task that needs the distance ({LENGTH} "
-    f"tokens, "
-    "every token must say the first one), and bytes of the standard library; 3 seeds.",
+    "tokens, every token must say the first one), and bytes of the standard library; 3 seeds.",
     varies=f"Layers ({', '.join(map(str, DEPTHS))}); the distance.",
     measures=f"The furthest distance at which the relay knows half of the values, and from which on more text changes "
     f"the loss by less than {NOTICED:g} %; {REACHED:.0%} of layers · (window − 1) counts as reached.",
     evidence="training",
     published_en="Mistral 7B, 32 layers of windows of 4,096, states a theoretical attention span of about 131K tokens "
-    "(Jiang et al. "
-    "2023, arXiv:2310.06825); what the model uses of it is not measured there.",
+    "(Jiang et al. 2023, arXiv:2310.06825); what the model uses of it is not measured there.",
     published_zh="Mistral 7B 有 32 层、窗口 4,096，论文称理论上的注意范围约 13.1 万 token（Jiang 等，2023，"
     "arXiv:2310.06825）；模型实际用到多少，文中没有测量。",
 )

@@ -69,8 +69,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "Loss past {length} tokens, against a model trained at {longer}: short {short}, YaRN {yarn}; with a tenth of "
         "the steps more at {longer} tokens: without YaRN {tuned}, with it {both}.",
         "超过 {length} token 处的损失，与以 {longer} 训练的模型相比：短 {short}，YaRN {yarn}；再以 {longer} token "
-        "训练十分之一的"
-        "步数：不用 YaRN {tuned}，用 YaRN {both}。",
+        "训练十分之一的步数：不用 YaRN {tuned}，用 YaRN {both}。",
         length=L, longer=L * LONGER, short=found[SHORT], yarn=found[YARN], tuned=found[TUNED], both=found[BOTH],
     )  # fmt: skip
     return settled(said, [(found[way], MARGIN) for way in (YARN, BOTH)])
@@ -95,9 +94,8 @@ LAB = Claim(
     measures=f"The loss of tokens past the short length, per seed relative to the model that was trained at the long "
     f"one; up to {MARGIN:g} % more counts as the same.",
     evidence="training",
-    published_en="Llama 2 reads up to 128k tokens with YaRN after fine-tuning, with 10 times fewer tokens than "
-    "methods before it "
-    "needed (Peng et al. 2023, arXiv:2309.00071).",
+    published_en="Llama 2 reads up to 128k tokens with YaRN after fine-tuning, with 10 times fewer tokens than methods "
+    "before it needed (Peng et al. 2023, arXiv:2309.00071).",
     published_zh="Llama 2 用 YaRN 微调后可读至多 128k token，所需 token 是此前方法的十分之一（Peng 等，2023，"
     "arXiv:2309.00071）。",
 )

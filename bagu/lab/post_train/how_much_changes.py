@@ -58,7 +58,7 @@ def run(setting: Setting) -> Iterator[Row]:
         start = starts[seed]
         model = copy.deepcopy(start.model)
         after = Writer(model=model, tokenizer=start.tokenizer)
-        trained(stage, after, steps, seed)
+        trained(stage, after, steps, seed, samples=2 if quick else 8)
         before = start.answers(each)
         yield {
             "stage": stage, "seed": seed, "steps": steps, "parameters": sum(p.numel() for p in model.parameters()),
@@ -72,7 +72,7 @@ def good(name: str, text: str) -> bool:
     return checks_passed(text, {"name": name}) == len(CHECKS)
 
 
-def trained(stage: str, writer: Writer, steps: int, seed: int) -> None:
+def trained(stage: str, writer: Writer, steps: int, seed: int, *, samples: int) -> None:
     """Run a stage on the writer's model, in place."""
     draw = random.Random(seed)
     made = [(name := draw.choice(NAMES), function_text(name, draw)) for _ in range(40 * steps + 60)]
@@ -92,7 +92,9 @@ def trained(stage: str, writer: Writer, steps: int, seed: int) -> None:
         dpo = PreferenceOptimization(reference="live")
         fit(config, writer.model, PreferenceLoader({"functions": pairs}, data), loss=dpo.loss(writer.model))
     else:
-        grpo = GroupRelative(prompts=4, samples=8, max_tokens=ANSWER_TOKENS, max_draws=2)
+        grpo = GroupRelative(
+            prompts=samples // 2, samples=samples, max_tokens=ANSWER_TOKENS, max_draws=2 if samples > 2 else 1
+        )
         loss, reward = grpo.loss(writer.model), PythonReward()
         fit(config, writer.model, writer.rollouts(grpo, loss, reward, seed=seed), loss=loss)
         reward.close()
@@ -200,11 +202,9 @@ LAB = Claim(
     "start, with usual learning rates; 3 seeds.",
     varies="The stage: continued pretraining, SFT on functions that pass the checks, DPO, GRPO on the checks.",
     measures=f"|ΔW| / |W|, bf16 values that differ, KL per token from the start, and the share of {EACH} answers to "
-    f"each "
-    "prompt that pass.",
+    "each prompt that pass.",
     evidence="training",
     published_en="Reinforcement learning changes 5 to 30 % of the parameters of seven models of several sizes, in "
-    "nearly full-rank "
-    "updates (Mukherjee et al. 2025, arXiv:2505.11711).",
+    "nearly full-rank updates (Mukherjee et al. 2025, arXiv:2505.11711).",
     published_zh="强化学习只改变多个模型 5 至 30 % 的参数，而更新接近满秩（Mukherjee 等，2025，arXiv:2505.11711）。",
 )

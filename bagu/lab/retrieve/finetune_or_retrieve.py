@@ -81,8 +81,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     said = Verdict.say(
         share_met([not enough, read - tuned[steps][1] > KEPT] if enough else [True]),
         "Retrieval answers {known:.0f} % of the new facts without a step and reads {read:.0f} % of other contexts. "
-        "Tuning "
-        "answers {new:.0f} % after {steps} steps and then reads {left:.0f} %.",
+        "Tuning answers {new:.0f} % after {steps} steps and then reads {left:.0f} %.",
         "检索不训练就答对新事实的 {known:.0f} %，读其他上下文答对 {read:.0f} %。微调 {steps} 步后答对 {new:.0f} %，"
         "此时读上下文答对 {left:.0f} %。",
         known=known, read=read, new=tuned[steps][0], steps=steps, left=tuned[steps][1],
@@ -109,16 +108,14 @@ LAB = Claim(
     claim_en="New facts belong into the context, not into the weights: tuning learns them slowly and forgets others.",
     claim_zh="新事实应放进上下文而不是权重：微调学得慢，还会遗忘。",
     regime=f"A model of 2 layers, width 64, that has learned to answer from up to {TRAINED} passages; {PILE} passages "
-    f"of "
-    f"new facts about {KEYS} keys; 3 seeds.",
+    f"of new facts about {KEYS} keys; 3 seeds.",
     varies=f"Retrieval of the {TOP} best passages, or {STEPS[0]} to {STEPS[-1]} steps of training on the questions and "
     "answers alone.",
     measures=f"Right answers about the new facts, and from contexts that say something else; more than {KEPT:g} points "
     "less of these counts as forgotten.",
     evidence="training",
     published_en="Over knowledge tasks retrieval beat unsupervised fine-tuning for facts seen in pretraining and for "
-    "new "
-    "ones (Ovadia et al. 2023, arXiv:2312.05934).",
+    "new ones (Ovadia et al. 2023, arXiv:2312.05934).",
     published_zh="在知识任务上，无论事实是否出现在预训练中，检索都优于无监督微调（Ovadia 等，2023，arXiv:2312.05934）"
     "。",
 )

@@ -120,18 +120,14 @@ LAB = Claim(
     title_zh="迷失在中间",
     claim_en="What stands in the middle of a context is found less often than what stands at its ends.",
     claim_zh="处在上下文中间的内容比两端更难被用到。",
-    regime=f"A model of 2 layers, width 64, that reads texts of up to {SHORT} passages, trained on texts of "
-    f"{PASSAGES} passages of {2 * FACTS} tokens with "
-    f"questions "
-    "at the end, evaluated at the same length; 3 seeds.",
+    regime=f"A model of 2 layers, width 64, that reads texts of up to {SHORT} passages, trained on texts of {PASSAGES} "
+    f"passages of {2 * FACTS} tokens with questions at the end, evaluated at the same length; 3 seeds.",
     varies=f"The passage with the answer; the training: questions about any passage, or about the {ENDS} at each end.",
     measures=f"Right answers by place; the middle is lost if it is {LESS:g} points below the mean of the ends, with "
-    f"its "
-    "95 % interval.",
+    "its 95 % interval.",
     evidence="training",
     published_en="GPT-3.5 and others answer best when the document is at the beginning or the end of 20 or 30, and "
-    "worse "
-    "in the middle (Liu et al. 2023, arXiv:2307.03172).",
+    "worse in the middle (Liu et al. 2023, arXiv:2307.03172).",
     published_zh="在 20 或 30 篇文档中，答案所在的一篇在开头或结尾时 GPT-3.5 等模型答得最好，在中间时变差"
     "（Liu 等，2023，arXiv:2307.03172）。",
 )

@@ -143,14 +143,12 @@ LAB = Claim(
     claim_en="The mean hidden state of a masked language model is a good vector of a text.",
     claim_zh="掩码语言模型隐藏状态的平均值是很好的文本向量。",
     regime=f"An encoder of 2 layers, width {WIDTH}, {STEPS} steps of masked language modelling on the standard "
-    f"library; "
-    f"{FUNCTIONS} functions without their docstrings; queries are the first sentences; 3 seeds.",
+    f"library; {FUNCTIONS} functions without their docstrings; queries are the first sentences; 3 seeds.",
     varies="The ranking: BM25, cosine of mean hidden states, of mean input vectors, of an untrained encoder.",
     measures="MRR@10, and the paired difference to BM25 with its 95 % interval over files; above it counts as good.",
     evidence="training",
     published_en="On sentence similarity BERT's mean vectors are below averaged GloVe vectors until they are trained "
-    "on pairs: "
-    "Spearman 54.8, 61.3 and 74.9 (Reimers and Gurevych 2019, arXiv:1908.10084, table 1).",
+    "on pairs: Spearman 54.8, 61.3 and 74.9 (Reimers and Gurevych 2019, arXiv:1908.10084, table 1).",
     published_zh="在句子相似度上，BERT 的平均向量在用句对训练之前低于 GloVe 的平均：Spearman 54.8、61.3、74.9"
     "（Reimers 与 Gurevych，2019，arXiv:1908.10084，表 1）。",
 )

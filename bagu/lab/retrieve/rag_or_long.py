@@ -116,16 +116,14 @@ LAB = Claim(
     claim_en="Where the context is too short retrieval is the usual answer: what is found serves as well as the whole.",
     claim_zh="上下文不够长时，通常用检索：找到的部分与全文一样有用。",
     regime=f"A model of 2 layers, width 64, that has learned to answer questions about facts in up to {TRAINED} "
-    f"passages "
-    "of six tokens; BM25 over the names of the facts; 3 seeds.",
+    "passages of six tokens; BM25 over the names of the facts; 3 seeds.",
     varies=f"The pile ({PILES[0]} to {PILES[-1]} passages, three facts each); the context: none, the {TOP} best "
     "passages, all, the right one.",
     measures=f"Right answers of 300 questions, tokens, CPU time. Retrieval serves as well if it is at most {MARGIN:g} "
     "points below everything.",
     evidence="training",
     published_en="Long context answered 56.3 % of 13,628 questions and retrieval 49.0 %; 1,294 were right with "
-    "retrieval "
-    "only (Li et al. 2025, as reported by swarmsignal.net).",
+    "retrieval only (Li et al. 2025, as reported by swarmsignal.net).",
     published_zh="13,628 个问题中长上下文答对 56.3 %，检索答对 49.0 %；有 1,294 个只有检索答对（Li 等，2025，据 "
     "swarmsignal.net）。",
 )

@@ -125,12 +125,10 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     return Verdict.say(
         share_met([first > perfect[0] / 2, last < perfect[1] / 2, 1 / NEAR <= noise / at <= NEAR]),
         "From {a:.0f} to {b:.0f} sequences the steps fall by ×{first:.1f}, from {c:.0f} to {d:.0f} by ×{last:.1f}; "
-        "twice the "
-        "sequences of the thriftiest batch are needed from {at:.0f} on. The gradient's noise scale is {noise:.0f} "
-        "sequences.",
+        "twice the sequences of the thriftiest batch are needed from {at:.0f} on. The gradient's noise scale is "
+        "{noise:.0f} sequences.",
         "批从 {a:.0f} 到 {b:.0f} 条序列，步数减为 1/{first:.1f}；从 {c:.0f} 到 {d:.0f} 减为 1/{last:.1f}；从 {at:.0f} "
-        "起所需序列是最省时的"
-        "两倍。梯度的噪声尺度为 {noise:.0f} 条序列。",
+        "起所需序列是最省时的两倍。梯度的噪声尺度为 {noise:.0f} 条序列。",
         a=sizes[0], b=sizes[1], c=sizes[-2], d=sizes[-1], first=first, last=last, at=at, noise=noise,
     )  # fmt: skip
 
@@ -164,12 +162,10 @@ LAB = Claim(
     varies=f"The batch, {BATCHES[0]} to {BATCHES[-1]} sequences; three learning rates around one that grows with its "
     "root, the best counts.",
     measures=f"Steps to the loss; tr(Σ) / |G|² from gradients of {SMALL} and {LARGE} sequences. The critical batch "
-    f"takes "
-    f"twice the sequences of the thriftiest; the prediction may be off by ×{NEAR:g}.",
+    f"takes twice the sequences of the thriftiest; the prediction may be off by ×{NEAR:g}.",
     evidence="training",
     published_en="The noise scale predicts the largest useful batch within an order of magnitude, from digits to a "
-    "game "
-    "of Dota (McCandlish et al. 2018, arXiv:1812.06162).",
+    "game of Dota (McCandlish et al. 2018, arXiv:1812.06162).",
     published_zh="从手写数字到 Dota，噪声尺度在一个数量级内预测了最大的有用批大小（McCandlish 等，2018，"
     "arXiv:1812.06162）。",
 )

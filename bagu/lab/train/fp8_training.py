@@ -137,8 +137,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     said = Verdict.say(
         share_met(p.high <= MARGIN for p in found.values()),
         "Loss of fp8 against full precision: {told}. Rounding changes the input of a layer by {low:.1f} to {high:.1f} "
-        "% "
-        "(plain), most in {layer}: {most:.0f} %.",
+        "% (plain), most in {layer}: {most:.0f} %.",
         "fp8 与全精度相比的损失：{told}。舍入使一层的输入改变 {low:.1f} 至 {high:.1f} %（普通），最多的是 {layer}："
         "{most:.0f} %。",
         told=listed(told), low=usual[0], high=usual[-1], layer=worst["layer"], most=number(worst, "error_percent"),
@@ -180,18 +179,14 @@ LAB = Claim(
     claim_en="Rounding the operands of linear layers to fp8 with one scale a tensor does not change the loss.",
     claim_zh="线性层的操作数以每张量一个缩放因子舍入到 fp8，不影响损失。",
     regime=f"Models of {LAYERS} layers on the bytes of the standard library, AdamW; inputs, weights and gradients of "
-    f"all "
-    "linear layers in the blocks in e4m3, sums in fp32, as `train.precision=fp8` has it; 3 seeds.",
+    "all linear layers in the blocks in e4m3, sums in fp32, as `train.precision=fp8` has it; 3 seeds.",
     varies=f"Width ({', '.join(map(str, WIDTHS))}); plain weights, or {FEATURES} features of each FFN {TIMES:g} times "
     "larger before `down`, with the same function.",
     measures=f"Loss on held-out modules, per seed relative to fp32; up to {MARGIN:g} % counts as the same. The "
-    f"relative "
-    "error of each layer's rounded input, the median over features.",
+    "relative error of each layer's rounded input, the median over features.",
     evidence="training",
-    published_en="bagu on one H200, gpt2_124m on source code, against bf16: +0.54 % after 100M tokens of seed 0, "
-    "−0.63 % "
-    "and −0.99 % after 50M of seeds 1 and 2; two bf16 runs of one seed differ by 0.31 % (docs/journal/013).",
+    published_en="bagu on one H200, gpt2_124m on source code, against bf16: +0.54 % after 100M tokens of seed 0, −0.63 "
+    "% and −0.99 % after 50M of seeds 1 and 2; two bf16 runs of one seed differ by 0.31 % (docs/journal/013).",
     published_zh="bagu 在一块 H200 上，gpt2_124m 训练源代码，与 bf16 相比：种子 0 在 100M token 后 +0.54 %，种子 1、2 "
-    "在 50M 后 "
-    "−0.63 % 与 −0.99 %；同一种子的两次 bf16 相差 0.31 %（docs/journal/013）。",
+    "在 50M 后 −0.63 % 与 −0.99 %；同一种子的两次 bf16 相差 0.31 %（docs/journal/013）。",
 )

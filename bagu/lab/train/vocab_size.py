@@ -91,9 +91,8 @@ LAB = Claim(
     varies=f"The vocabulary of the byte-level BPE: {', '.join(map(str, SIZES))}.",
     measures="Bits per byte on held-out modules, per seed relative to the next smaller vocabulary.",
     evidence="training",
-    published_en="The best vocabulary grows with the compute: 33M to 3B parameters, and a prediction of 216K for "
-    "Llama 2 "
-    "70B, which has 32K (Tao et al. 2024, arXiv:2407.13623).",
+    published_en="The best vocabulary grows with the compute: 33M to 3B parameters, and a prediction of 216K for Llama "
+    "2 70B, which has 32K (Tao et al. 2024, arXiv:2407.13623).",
     published_zh="最佳词表随算力增大：由 33M 到 3B 参数的模型推出 Llama 2 70B 应为 216K，而它只有 32K"
     "（Tao 等，2024，arXiv:2407.13623）。",
 )
