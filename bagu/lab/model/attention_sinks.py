@@ -92,17 +92,18 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     MENDED; the first alone is a part of the claim."""
     found = against(where(rows, part="loss"), "cut", by="way")
     window, kept = found["window"], found[f"+ {CLAIMED} first"]
-    heavy = [number(r, "first_percent") for r in where(rows, part="weight")]
+    weights = where(rows, part="weight")
+    heavy, equal = (sum(number(r, f"{of}_percent") for r in weights) / len(weights) for of in ("first", "equal"))
     said = Verdict.say(
         share_met([window.low > BREAKS, window.low > BREAKS and kept.high <= MENDED]),
         "Loss against a recomputed window of {w} tokens: all tokens {all}, the window without its first tokens "
-        "{window}, with the first {n} {kept}. In dense attention the first {n} of {length} tokens get {heavy:.0f} % "
-        "of the last one's weight, {equal:.0f} % would be equal.",
+        "{window}, with the first {n} {kept}. In dense attention the first {n} of {length:.0f} tokens get "
+        "{heavy:.0f} % of the last one's weight, {equal:.0f} % would be equal.",
         "与重新计算的 {w} token 窗口相比的损失：全部 token {all}，丢掉最初 token 的窗口 {window}，保留最初 {n} 个 "
-        "{kept}。稠密注意力中，{length} 个 token 里最初 {n} 个得到末尾 token {heavy:.0f} % 的权重，均分则为 "
+        "{kept}。稠密注意力中，{length:.0f} 个 token 里最初 {n} 个得到末尾 token {heavy:.0f} % 的权重，均分则为 "
         "{equal:.0f} %。",
-        w=WINDOW, all=found["all"], window=window, n=CLAIMED, kept=kept, length=LENGTH, heavy=sum(heavy) / len(heavy),
-        equal=100 * CLAIMED / LENGTH,
+        w=WINDOW, all=found["all"], window=window, n=CLAIMED, kept=kept, length=100 * CLAIMED / equal, heavy=heavy,
+        equal=equal,
     )  # fmt: skip
     return settled(said, [(window, BREAKS), *([(kept, MENDED)] if window.low > BREAKS else [])])
 

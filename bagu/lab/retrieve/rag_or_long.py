@@ -53,6 +53,7 @@ def measured(model: Transformer, pile: int, asked: int) -> dict[str, Row]:
         keys.append(key)
         answers.append(values[key])
     rows: dict[str, Row] = {}
+    answered(model, contexts["all"][:2], keys[:2], answers[:2])  # the first calls take longer
     for way in WAYS:
         began = time.process_time()
         share = fmean(answered(model, contexts[way], keys, answers))
