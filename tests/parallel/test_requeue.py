@@ -70,6 +70,7 @@ def start(
     ]  # fmt: skip
 
 
+@pytest.mark.slow  # 27 s: three starts of two ranks
 def test_a_requeued_job_ends_with_the_same_bits(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both ranks are killed after a checkpoint, as when a machine is lost, and the same command comes again."""
     once, again = tmp_path / "once", tmp_path / "again"

@@ -51,8 +51,11 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return engine
 
 
+MORE = ("sinks, experts", "windows in all layers", "mla")
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_blocks": 34, "max_num_batched_tokens": 8}], ids=["room", "preempted"])
-@pytest.mark.parametrize("kind", ["gqa", "windows in some", "sinks, experts", "windows in all layers", "mla"])
+@pytest.mark.parametrize("kind", ["gqa", "windows in some", *(pytest.param(k, marks=pytest.mark.slow) for k in MORE)])
 def test_padded_steps_have_the_text_of_plain_ones(
     kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

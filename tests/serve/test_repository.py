@@ -182,6 +182,7 @@ def test_a_wrong_change_is_refused(client: openai.OpenAI, server: Running, folde
     assert described(server) == before
 
 
+@pytest.mark.slow  # 13 s: two versions and a restart
 def test_traffic_is_split_kept_by_user_and_returns_when_an_engine_dies(
     client: openai.OpenAI, server: Running, folder: Path
 ) -> None:
