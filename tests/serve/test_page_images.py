@@ -26,7 +26,7 @@ def test_an_image_is_shown_sent_and_kept(page: Any, server: Stub) -> None:
     choose(page, PNG)
     page.wait_for_selector("#pictures img")
     choose(page, PNG)
-    page.wait_for_function("document.querySelectorAll('#pictures img').length === 2")
+    page.wait_for_selector("#pictures span:nth-child(2) img")
     page.click("#pictures button >> nth=0")
     shot(page, "image-waiting")
     ask(page, "what is left of it?")
@@ -56,13 +56,13 @@ def test_pasted_and_dropped_images_and_what_is_none(page: Any, server: Stub) -> 
     }"""
     for count, event in enumerate(("paste", "drop"), 1):
         page.evaluate(script, [event, base64.b64encode(PNG).decode()])
-        page.wait_for_function(f"document.querySelectorAll('#pictures img').length === {count}")
+        page.wait_for_selector(f"#pictures span:nth-child({count}) img")
     choose(page, b"no image", "b.png")
     page.wait_for_selector("#toast:has-text('b.png is not an image')")
     large = file_of(picture(2, (900, 300)))
     assert len(large) > 100_000
     choose(page, large)
-    page.wait_for_function("document.querySelectorAll('#pictures img').length === 3")
+    page.wait_for_selector("#pictures span:nth-child(3) img")
     assert page.evaluate("[...document.querySelectorAll('#pictures img')].at(-1).naturalWidth") == 768
 
 

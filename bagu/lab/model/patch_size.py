@@ -34,9 +34,10 @@ def run(setting: Setting) -> Iterator[Row]:
         seeing = trained(recipe(patch, seed, quick=setting.quick), setting.device)
         spent = time.process_time() - began
         found = names_found(seeing, 20 if setting.quick else None)
+        size = sum(p.numel() for p in seeing.model.parameters())
         yield {
-            "patch_pixels": patch, "seed": seed, "tokens": (SIDE // patch) ** 2, "cpu_s": spent, "steps": STEPS,
-            "found_share": found,
+            "patch_pixels": patch, "seed": seed, "tokens": (SIDE // patch) ** 2, "cpu_s": spent, "found_share": found,
+            "steps": seeing.run.train.steps, "parameters": size,
         }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         texts.append(say(en, zh, large=large, small=small, mean=mean, half=half, cost=cost))
     return Verdict.say(
         share_met(met), "Share of names found: {parts}.", "找对名称的比例：{parts}。", parts=listed(texts, "; ", "；")
-    ).of_size(f"1.4 M parameters, {STEPS} steps of {ROWS} pictures, {SEEDS} seeds")
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -31,7 +31,11 @@ def run(setting: Setting) -> Iterator[Row]:
     for rows, lr, seed in setting.track(list(product(BATCHES, rates, seeds))):
         seeing = trained(recipe(rows, lr, seed, quick=setting.quick), setting.device)
         found = names_found(seeing, 20 if setting.quick else None)
-        yield {"batch": rows, "learning_rate": lr, "seed": seed, "steps": PICTURES // rows, "found_share": found}
+        size = sum(p.numel() for p in seeing.model.parameters())
+        yield {
+            "batch": rows, "learning_rate": lr, "seed": seed, "found_share": found, "steps": seeing.run.train.steps,
+            "parameters": size,
+        }  # fmt: skip
 
 
 def best(rows: Sequence[Row], batch: int) -> list[Row]:
@@ -53,7 +57,7 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "{mean:+.3f} ± {half:.3f}.",
         "看过 {pictures:,} 张图后，批大小 16、64、256 找对 {shares} 的名称：256 比 16 {mean:+.3f} ± {half:.3f}。",
         pictures=PICTURES, shares=shares, mean=mean, half=half,
-    ).of_size(f"1.4 M parameters, {PICTURES:,} pictures, {SEEDS} seeds")  # fmt: skip
+    )  # fmt: skip
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:
