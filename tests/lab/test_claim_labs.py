@@ -93,6 +93,13 @@ def images(new: float, blocks: int, encoded: int) -> list[Row]:
     )
 
 
+def routed(many: float, one: float) -> list[Row]:
+    """The tail latency by affinity with many prefixes and with one; that of the shortest queue is 4 s."""
+    loads = (("40 prefixes", many), ("one prefix for all", one))
+    cases = [(load, r, 0, s) for load, a in loads for r, s in (("affinity", a), ("queue", 4.0), ("finish", 0.9))]
+    return rows_of("load router seed ttft_p99_s", *cases)
+
+
 # for each lab, rows for which the claim holds, and rows for which it does not
 PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     "ring_scaling": (ring_rows(1e-9), [row | {"sent_bytes": 1e9} for row in ring_rows(5000.0)]),
@@ -112,6 +119,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
         rows_of("delay seed lr steps", (0, 0, 0.1, 10), (4, 0, 0.1, None), (4, 0, 0.01, 40)),
     ),
     "bounded_delay": (waits(5.0), waits(60.0)),
+    "prefix_routing": (routed(1.0, 1.0), routed(5.0, 900.0)),
     "compression_feedback": (excess(1e-4, 0.1), excess(0.1, 0.1)),
     "ps_or_ring": (links(1.9, 32.0, 32.0), links(32.0, 1.0, 1.0)),
     "fused_epilogue": (

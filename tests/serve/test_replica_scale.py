@@ -10,11 +10,13 @@ from functools import partial
 import tiny_server
 
 from bagu.serve.config import EngineConfig
-from bagu.serve.http.observe.metrics import Metrics
+from bagu.serve.http.observe.metrics import Metrics, metrics_text
 from bagu.serve.http.pending import PendingCalls
+from bagu.serve.replicas.make import Replicas
 from bagu.serve.replicas.options import ReplicaOptions
 from bagu.serve.replicas.replica_set import ReplicaSet
 from bagu.serve.replicas.scale import Scaler
+from bagu.serve.repository.version import Engine, Version
 from bagu.serve.request import Request, Sampling
 
 LOADING_S = 4.0  # until a replica that is started takes requests
@@ -75,7 +77,7 @@ def test_a_replica_starts_warm_and_ends_drained() -> None:
         def request(id: str, tokens: int) -> Request:
             return Request(id=id, prompt=(5, 6, 7), sampling=Sampling(max_tokens=tokens, ignore_eos=True))
 
-        calls = [engines.submit([request(f"long {i}", 2500)]) for i in range(3)]
+        calls = [engines.submit([request(f"long {i}", 2500)]) for i in range(30)]
         await _until(lambda: len(engines.serving) == 2, "a second replica takes requests")
         stream = engines.submit([request("last", 800)])
         assert engines.replicas[1].load is not None and engines.replicas[1].load.choices == 1, "the idle one has it"
@@ -95,5 +97,34 @@ def test_a_replica_starts_warm_and_ends_drained() -> None:
         while not condition():  # type: ignore[operator]
             assert time.monotonic() < end, what
             await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+
+
+def test_a_version_of_a_repository_may_have_replicas() -> None:
+    """Hot swap and drain know one engine; here it is two processes."""
+
+    async def run() -> None:
+        config = EngineConfig(max_num_seqs=2, num_blocks=256, max_num_batched_tokens=512)
+        plan = ReplicaOptions(replicas="2x cpu").replication(cores=2, gpus=0)
+        assert plan is not None
+        load = partial(tiny_server.load)
+        specs = plan.specs(config, sorted(os.sched_getaffinity(0)), lambda device: load)
+        version = Version("chat", 1)
+        engine = Engine(load, config, Replicas(specs, plan.least))
+        assert await version.load(engine, 0.5, max_queue=8, stall_s=60.0, niceness=10) is None
+        assert version.is_ready and version.instance is not None
+        engines = version.instance.engine
+        assert [replica["state"] for replica in engines.describe()] == ["ready", "ready"]
+        call = engines.submit([Request(id="r", prompt=(5,), sampling=Sampling(max_tokens=100, ignore_eos=True))])
+        draining = asyncio.create_task(version.drain(60.0))
+        tokens = 0
+        while events := await call.read():
+            tokens += len(events)
+        engines.close(call)
+        await draining
+        assert tokens == 100 and version.state == "unloaded"
+        lines = metrics_text(Metrics("server"), [(version.metrics, None)])
+        assert lines.count("# HELP bagu:replica_state ") == 1 and 'version="1",replica="1"' in lines
 
     asyncio.run(run())

@@ -13,7 +13,9 @@ from typing import Any
 
 import openai
 import pytest
+from small_adapters import saved_adapter
 from tiny_server import MODEL, Running, eventually, openai_client, running_server
+from tiny_server import load as tiny_load
 
 from bagu.errors import ArgumentError, UnknownName
 from bagu.serve.config import EngineConfig
@@ -155,3 +157,32 @@ def test_more_than_there_is_is_refused() -> None:
         ReplicaOptions(replicas="2x cuda").replication(cores=4, gpus=1)
     with pytest.raises(ArgumentError, match="3 to 2 replicas"):
         ReplicaOptions(replicas="2x cpu", min_replicas=3).replication(cores=4, gpus=0)
+
+
+def test_adapters_are_loaded_at_all_replicas_and_again_after_a_crash(tmp_path: Path) -> None:
+    saved_adapter(tiny_load()[0], tmp_path / "one", 1)
+    flags = ("--replicas", "cpu,cpu", "--router", "rr", "--max-adapters", "2", "--adapter-root", str(tmp_path))
+    with running_server(tmp_path / "stderr", *flags) as running:
+        asked = {"lora_name": "one", "lora_path": str(tmp_path / "one")}
+        running.http.post("/v1/load_lora_adapter", json=asked).raise_for_status()
+
+        def text() -> str:
+            body = {"model": "one", "prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            answer = running.http.post("/v1/completions", json=body).raise_for_status().json()
+            return str(answer["choices"][0]["text"])
+
+        before = by_replica(running, "replica_requests_total")
+        assert len({text() for _ in range(4)}) == 1
+        assert [b - a for a, b in zip(before, by_replica(running, "replica_requests_total"), strict=True)] == [2, 2]
+        os.kill(running.engine_pids()[0], signal.SIGKILL)
+        eventually(lambda: "restarting" in states(running), "one is killed")
+        assert text()  # the other has it
+        eventually(lambda: states(running) == ["ready", "ready"], "it is back")
+        before = by_replica(running, "replica_requests_total")
+
+        def both() -> bool:
+            text()
+            given = [b - a for a, b in zip(before, by_replica(running, "replica_requests_total"), strict=True)]
+            return min(given) > 0
+
+        eventually(both, "the replica that was killed answers for the adapter again")

@@ -72,13 +72,13 @@ class SimulatedReplica:
 def simulate(
     requests: Sequence[SimulatedRequest],
     replicas: Sequence[SimulatedReplica],
-    policy: str,
+    policy: str | Router,
     *,
     seed: int = 0,
     observe: Callable[[float, Sequence[SimulatedReplica]], None] = lambda now, replicas: None,
 ) -> list[Outcome]:
     """Route the requests, in the order of their arrival. `observe` is called after each is routed."""
-    router, outcomes = Router(policy, seed), list[Outcome]()
+    router, outcomes = policy if isinstance(policy, Router) else Router(policy, seed), list[Outcome]()
     ahead: list[tuple[float, int, int, Progress]] = []  # time, serial number, replica, what it reports then
     for i, request in enumerate(requests):
         now = request.arrival
