@@ -78,7 +78,8 @@ def predicted_and_measured(url: str) -> tuple[float, float]:
 
 def measure(model: Path, router: str, rate: float | None, given: argparse.Namespace, seed: int) -> dict[str, float]:
     """One server with this router: the latencies at `rate`, or in a closed loop that keeps all replicas busy."""
-    options = ("--replicas", f"{len(given.shares)}x cpu:1", "--router", router, "--max-num-seqs", "1")
+    options = ("--replicas", f"{len(given.shares)}x cpu:1", "--router", router, "--max-num-seqs", "1",
+               "--num-blocks", "512")  # fmt: skip
     with running_server(model, *options) as url, slowed(engines(), given.shares):
         target = connect(Server(url, None), None, 0)
         shape = {"inputs": given.inputs, "outputs": given.outputs, "shared_prefix": given.shared_prefix,

@@ -241,6 +241,7 @@ class EngineProcess:
             if others := self.pending.fail(message.request_id, error):
                 self.send(Abort(tuple(others)))
         elif isinstance(message, Ready):
+            self.pending.last_message = time.perf_counter()  # loading may have taken longer than a stall
             self.ready, self.adapters = message, _by_name(message.adapters)
             if self.state != "stopped":
                 self.state = "ready"
