@@ -1,6 +1,7 @@
 """Three replicas of unlike speed under `bagu bench serve`'s load, once with each router; predicted beside measured.
 
 >>> python -m benchmarks.tools.unlike_replicas runs/demo/grpo --rounds 3
+>>> python -m benchmarks.tools.unlike_replicas --simulate
 
 The engines have one thread each and are slowed to the given shares of the time by SIGSTOP and SIGCONT, after they have
 measured their speed: the profiles are wrong by these factors, and the corrections of /metrics say what the router has
@@ -25,6 +26,8 @@ from bagu.bench.serve_client import Server
 from bagu.bench.serve_load import Load, connect, run_load
 from bagu.bench.workload import Lengths
 from bagu.recipes.demo_server import running_server
+from bagu.serve.replicas.router import POLICIES
+from bagu.serve.replicas.simulate import COST, SimulatedReplica, poisson_requests, quantile, simulate
 
 PERIOD_S = 0.04
 
@@ -111,9 +114,21 @@ def measure(model: Path, router: str, rate: float | None, given: argparse.Namesp
         return {"p99": row["p99_ttft_ms"], "rate": row["request_throughput"], "cached": hits / max(1, looked)}
 
 
+def simulated(count: int = 3000) -> None:
+    """The same with replicas that only count time: speeds 1, 1/2, 1/4."""
+    for load in (0.5, 0.7, 0.85):
+        for router in POLICIES:
+            replicas = [SimulatedReplica(cost=COST.scaled(factor)) for factor in (1, 2, 4)]
+            found = simulate(poisson_requests(count, load * 1.75), replicas, router)[count // 10 :]
+            first = [outcome.first_token for outcome in found]
+            p50, p99 = quantile(first, 0.5), quantile(first, 0.99)
+            print(f"load {load:.2f} {router:7s} {p50:7.1f} / {p99:7.1f} s to the first token", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", default=Path("runs/demo/grpo"))
+    parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--shares", type=lambda t: [float(x) for x in t.split(",")], default=[0.8, 0.4, 0.2])
     parser.add_argument("--routers", default="p2c,queue,finish")
     parser.add_argument("--load", type=float, default=0.7)
@@ -125,6 +140,9 @@ def main() -> None:
     parser.add_argument("--shared-prefix", type=int, default=0)
     parser.add_argument("--prefix-groups", type=int, default=1)
     given = parser.parse_args()
+    if given.simulate:
+        simulated()
+        return
     rate = given.rate or given.load * measure(given.model, "finish", None, given, 0)["rate"]
     print(f"rate: {rate:.2f} requests/s")
     found: dict[str, list[float]] = {router: [] for router in given.routers.split(",")}
