@@ -79,6 +79,13 @@ def predicted_and_measured(url: str) -> tuple[float, float]:
     return tuple(sum(replica_metric(url, name)) for name in names)  # type: ignore[return-value]
 
 
+def cache_counts(url: str) -> list[float]:
+    """Tokens found in the prefix caches, and tokens looked up there."""
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    found = [re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.M) for name in ("hits", "queries")]
+    return [sum(map(float, values)) for values in found]
+
+
 def measure(model: Path, router: str, rate: float | None, given: argparse.Namespace, seed: int) -> dict[str, float]:
     """One server with this router: the latencies at `rate`, or in a closed loop that keeps all replicas busy."""
     options = ("--replicas", f"{len(given.shares)}x cpu:1", "--router", router, "--max-num-seqs", "1",
@@ -88,30 +95,27 @@ def measure(model: Path, router: str, rate: float | None, given: argparse.Namesp
         shape = {"inputs": given.inputs, "outputs": given.outputs, "shared_prefix": given.shared_prefix,
                  "prefix_groups": given.prefix_groups}  # fmt: skip
         run_load(target, Load(requests=10 * len(given.shares), max_concurrency=6, warmups=1, seed=1000 + seed, **shape))
-        before = predicted_and_measured(url)
+        before, counts = predicted_and_measured(url), cache_counts(url)
         if rate is None:
             load = Load(requests=given.requests // 2, max_concurrency=2 * len(given.shares), seed=seed, **shape)
         else:
             load = Load(requests=given.requests, request_rate=rate, seed=seed, **shape)
         row, answers = run_load(target, load)
         after = predicted_and_measured(url)
-        hits, looked = (
-            sum(map(float, re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.M)))
-            for text in [urllib.request.urlopen(f"{url}/metrics").read().decode()]
-            for name in ("hits", "queries")
-        )
+        cached = [now - then for now, then in zip(cache_counts(url), counts, strict=True)]
+        share = cached[0] / max(1.0, cached[1])
         first = [a.times[0] - a.asked for a in answers if a.times]
         print(
             f"{router:7s} p50 {1e3 * statistics.median(first):7.0f} ms, p99 {row['p99_ttft_ms']:7.0f} ms to the first "
             f"token; mean predicted {1e3 * (after[0] - before[0]) / len(first):6.0f}, measured "
             f"{1e3 * (after[1] - before[1]) / len(first):6.0f} ms; {row['request_throughput']:.2f} requests/s, failed "
-            f"{row['failed']}; cached {hits / max(1, looked):.3f}; sent "
+            f"{row['failed']}; cached {share:.3f}; sent "
             f"{[int(x) for x in replica_metric(url, 'requests_total')]}, corrections "
             f"{[round(x, 2) for x in replica_metric(url, 'correction')]}, profile errors "
             f"{[round(x, 2) for x in replica_metric(url, 'profile_error')]}",
             flush=True,
         )
-        return {"p99": row["p99_ttft_ms"], "rate": row["request_throughput"], "cached": hits / max(1, looked)}
+        return {"p99": row["p99_ttft_ms"], "rate": row["request_throughput"], "cached": share}
 
 
 def simulated(count: int = 3000) -> None:
