@@ -3,12 +3,17 @@
     ratio    tokens/s with servers over tokens/s of data parallelism, on the same cores: servers are further processes,
              and on one machine they take what they need from the workers
     bytes    what a worker pushes and pulls in a step, beside the formula: twice the parameters
+    delays   (--delays 0,8) four workers whose steps take lognormal times: what they wait, and updates a second
 
 Both sides are timed in the same processes, in turn, as in parallel.py.
 """
 
+import math
+import random
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,6 +24,7 @@ from bagu.bench.harness import RESULTS, Rows, table
 from bagu.bench.options import ServerBench
 from bagu.bench.parallel import ALONE, CPU, MESH, share, summary
 from bagu.bench.server_kills import record
+from bagu.bench.shares import MODEL, TOKENS, Waiting
 from bagu.bench.train_shapes import SHAPES, Shape
 from bagu.data.random_batches import random_batches
 from bagu.errors import ArgumentError, UnknownName
@@ -31,6 +37,9 @@ from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.train.prepare import prepared
 from bagu.train.served.config import ServedConfig
 from bagu.train.served.worker import Served, ServedPlace
+
+STEP_S, SIGMA = 0.15, 0.6  # the median of a jittered step, and its spread
+WARM_STEPS = 3
 
 
 def main(given: ServerBench) -> int:
@@ -48,10 +57,10 @@ def main(given: ServerBench) -> int:
         cells = [f"{v:.3f}" if isinstance(v, float) else str(v) for v in found.values()]
         rows.finish(table("kills of servers", list(found), [cells]))
         return int(found["wrong_updates"] > 0)
-    chosen, place = SHAPES[given.shape], new_group(given.servers)
-    manager = start_here(place, COMMANDS["manager"])
-    servers = [start_here(replace(place, role="server", number=n), COMMANDS["server"]) for n in range(given.servers)]
-    try:
+    if given.delays:
+        return _delays(given, rows)
+    chosen = SHAPES[given.shape]
+    with processes(given.servers) as place:
         part = share(chosen, given.workers)
         times = on_ranks(given.workers, timed_rounds, part, given.rounds, place, given.workers)
         found = summary(times, part)
@@ -59,10 +68,97 @@ def main(given: ServerBench) -> int:
         common = {"system": "parameter server", "shape": given.shape, "model": asdict(chosen.model), "device": "cpu"}
         rows.add([{**common, **found, "servers": given.servers, **facts}])
         rows.finish(_table(chosen, rows.all))
-    finally:
-        for process in (*servers, manager):
-            process.kill()
     return 0
+
+
+def _delays(given: ServerBench, rows: Rows) -> int:
+    """Time workers with jitter at each of --delays."""
+    try:
+        delays = [int(word) for word in given.delays.split(",")]
+    except ValueError:
+        raise ArgumentError(f"--delays {given.delays!r}", hint="numbers, such as 0,4,8") from None
+    found = delay_rows(delays, given.servers, given.workers, given.delay_steps)
+    common = {"system": "server delay", "servers": given.servers, "workers": given.workers}
+    rows.add([common | row for row in found])
+    cells = [(str(r["delay"]), f"{r['idle_percent']:.1f} %", f"{r['speed']:.2f}", str(r["oldest"])) for r in found]
+    title = f"{given.workers} workers, steps of lognormal time (σ {SIGMA}, median {1e3 * STEP_S:.0f} ms)"
+    rows.finish(table(title, ("delay", "idle", "updates/s over the first", "oldest read"), cells))
+    return 0
+
+
+@contextmanager
+def processes(number: int) -> Iterator[Place]:
+    """A manager and servers, until the end."""
+    place = new_group(number)
+    started = [start_here(place, COMMANDS["manager"])]
+    started += [start_here(replace(place, role="server", number=n), COMMANDS["server"]) for n in range(number)]
+    try:
+        yield place
+    finally:
+        for process in started:
+            process.kill()
+
+
+def delay_rows(delays: Sequence[int], servers: int, workers: int, steps: int) -> list[dict[str, Any]]:
+    """For each delay what workers wait, the oldest weights that they used, and updates a second over the first's."""
+    found = list[dict[str, Any]]()
+    for delay in delays:
+        with processes(servers) as place:
+            each = on_ranks(
+                workers, jittered, place, ServedConfig(servers=servers, workers=workers, delay=delay), steps
+            )
+        rate = min(one["rate"] for one in each)
+        idle = 100 * statistics.mean(one["idle"] for one in each)
+        row = {
+            "delay": delay,
+            "idle_percent": idle,
+            "updates_per_s": rate,
+            "oldest": max(one["oldest"] for one in each),
+        }
+        found.append(row | {"speed": rate / (found[0]["updates_per_s"] if found else rate), "steps": steps})
+    return found
+
+
+def jittered(place: Place | None, served: ServedConfig, steps: int, sigma: float = SIGMA) -> dict[str, float]:
+    """A worker whose steps take random times, on servers or (without a place) by all-reduce. Those after the last
+    counted step are not made: a worker would wait there for the end of the others."""
+    rank, mesh = dist.get_rank(), None if place is not None else open_mesh(MeshConfig(dp=served.workers), CPU)
+    draw, loss = random.Random(rank), Waiting(0.0)
+    how = MeshConfig() if mesh is None else mesh.config
+    config = TrainConfig(
+        optimizer=OptimizerConfig(kind="adamw"), served=served if mesh is None else None, mesh=how, steps=10_000
+    )
+    state = TrainState(init_weights(Transformer(MODEL), 0), config, loss, mesh=mesh)
+    batches = random_batches(MODEL.vocab_size, (TOKENS,) * served.workers, micro_batches=served.workers, device=CPU)
+    worker = None
+    if place is not None:
+        worker = Served(ServedPlace(worker=rank, manager=place.manager, token=place.token), served)
+        worker.begin(state)
+        worker.stop = WARM_STEPS + steps + served.delay + 1
+    idle, oldest, begun = 0.0, 0, 0.0
+
+    def drawn() -> Any:
+        loss.new_step()
+        loss.wait_s = STEP_S * math.exp(sigma * draw.gauss(0, 1))
+        return batches
+
+    for number in range(WARM_STEPS + steps):
+        last = time.perf_counter()
+        if number == WARM_STEPS:
+            begun = last
+        if worker is None:
+            step(state, drawn())
+            continue
+        worker.step(state, drawn)
+        row = worker.row()
+        if number >= WARM_STEPS:
+            idle += (row["idle_percent"] or 0.0) / 100 * (time.perf_counter() - last)
+            oldest = max(oldest, int(row["read_age_updates"] or 0))
+    took = time.perf_counter() - begun
+    dist.barrier()  # one that leaves would be missed by the others
+    if worker is not None:
+        worker.close()
+    return {"idle": idle / took, "rate": steps / took, "oldest": oldest}
 
 
 def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[str, Any]:

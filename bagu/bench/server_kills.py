@@ -24,6 +24,7 @@ from bagu.parallel.server.place import new_group
 from bagu.parallel.server.wire import Message
 
 SIZE = 1 << 16
+SLOW = 10  # times the mean update, for a worker that is slow
 
 
 @dataclass
@@ -121,7 +122,7 @@ def record(
 ) -> Record:
     """Run updates until there were so many kills, and five updates more."""
     group, found, rng = Servers(servers), Record(), random.Random(seed)
-    done, stop_at = [0] * workers, [1 << 60]
+    done, stop_at, pause = [0] * workers, [1 << 60], [0.0]
     lock, failures = threading.Lock(), list[BaseException]()
 
     def work(worker: int) -> None:
@@ -134,6 +135,8 @@ def record(
             flat, sum_so_far, t = np.zeros(SIZE), 0.0, 0
             while t < stop_at[0]:
                 t, begun = t + 1, time.monotonic()
+                if worker == 0:
+                    time.sleep(pause[0])
                 client.push(t, np.full(SIZE, float((worker + 1) * (t % 7 + 1))), [0.0])
                 client.total(t)
                 client.commit(t, {"lr": 1.0, "facts": {}})
@@ -149,6 +152,7 @@ def record(
         finally:
             client.close()
 
+    started = time.monotonic()
     threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in range(workers)]
     for thread in threads:
         thread.start()
@@ -157,12 +161,16 @@ def record(
             _wait(lambda: group.whole() and min(done) > 0)
             time.sleep(rng.expovariate(10))
             reached, struck = max(done) + 1, time.monotonic()  # one that began before the kill may still complete
-            strike(group, how, rng)
+            if how == "slow":  # worker 0 for a second
+                pause[0] = SLOW * (struck - started) / max(done)
+                threading.Timer(1.0, pause.__setitem__, (0, 0.0)).start()
+            else:
+                strike(group, how, rng)
             found.kills += 1
             _wait(lambda limit=reached: min(done) > limit)  # type: ignore[misc]
             found.recovery_s.append(time.monotonic() - struck)
-            if how == "stop":
-                time.sleep(5.5)
+            if how in ("stop", "slow"):
+                time.sleep(5.5 if how == "stop" else 1.5)
             if found.kills % 10 == 0:
                 say(f"{found.kills} of {kills}: {max(done)} updates, {found.wrong} wrong")
         stop_at[0] = max(done) + 5

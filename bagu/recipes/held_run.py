@@ -16,7 +16,8 @@ from bagu.recipes.training import resolved
 from bagu.runs.folder import RunFolder
 
 # how a step is divided over ranks: a resume may have another number of them
-LAYOUT = ("mesh", "zero", "offload", "pipeline", "stages_per_rank", "context_parallel", "bucket_mb")
+LAYOUT = ("mesh", "zero", "offload", "pipeline", "stages_per_rank", "context_parallel", "bucket_mb", "shares")
+PROCESSES = ("servers", "workers")  # of a parameter server: likewise
 
 
 def held_run(wanted: Run, folder: RunFolder, *, fitted: bool) -> Run:
@@ -41,6 +42,9 @@ def held_run(wanted: Run, folder: RunFolder, *, fitted: bool) -> Run:
             hint=f"to go on with this code: bagu train --resume --out {folder.path}",
         )
     layout = {name: getattr(wanted.train, name) for name in LAYOUT}
+    if held.train.served is not None and wanted.train.served is not None:
+        numbers = {name: getattr(wanted.train.served, name) for name in PROCESSES}
+        layout["served"] = replace(held.train.served, **numbers)
     return replace(held, train=replace(held.train, **layout), wandb=wanted.wandb)
 
 
@@ -50,6 +54,8 @@ def _compared(run: Run, *, fitted: bool) -> dict[str, Any]:
     tree.pop("wandb")
     for name in LAYOUT:
         tree["train"].pop(name)
+    for name in PROCESSES if tree["train"]["served"] is not None else ():
+        tree["train"]["served"].pop(name)
     tree["data"] |= {"tokens_per_step": run.data.rows_per_step * run.data.context}
     for name in ("rows", "micro_batches"):
         tree["data"].pop(name)

@@ -69,12 +69,17 @@ class Client:
         with self._changed:
             return self.session.total(t)
 
-    def commit(self, t: int, decision: Mapping[str, Any], *, pull: bool = True) -> None:
-        """Decide update t; with `pull`, return when all servers have it and the values are here."""
+    def commit(self, t: int, decision: Mapping[str, Any], *, pull: bool = True, wait: bool = True) -> None:
+        """Decide update t; with `pull`, ask for the values after it, and with `wait` return when they are here: all
+        servers have the update then."""
         with self._changed:
             self._send(self.session.commit(t, decision, pull=pull))
-        if pull:
-            self._wait(lambda: self.session.has_values(t), f"the values after update {t}")
+        if pull and wait:
+            self.wait_for_values(t)
+
+    def wait_for_values(self, t: int) -> None:
+        """Return when values of version t or later, which were asked for, are here."""
+        self._wait(lambda: self.session.has_values(t), f"the values after update {t}")
 
     def load(
         self, t: int, rows: Sequence[np.ndarray], rule: Mapping[str, Any], workers: int, decision: Mapping[str, Any]
@@ -106,6 +111,12 @@ class Client:
         with self._changed:
             self.session.versions = {}
         self.pull(at_least)
+
+    @property
+    def version(self) -> int:
+        """The oldest version among the ranges of the values that came last."""
+        with self._changed:
+            return min(self.session.versions.get(r.number, -1) for r in self.session.ranges)
 
     def read(self, flat: np.ndarray) -> int:
         with self._changed:

@@ -4,7 +4,6 @@ A server or the manager that dies is started again in its place; a server comes 
 that is killed is started again and continues from the servers; one that ends with an error ends the run.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -35,8 +34,7 @@ Start = Callable[[Place, Sequence[str]], Process]  # a place, and the command th
 def start_here(place: Place, command: Sequence[str], cores: Cores | None = None) -> Process:
     """A process on this machine, in a group of its own: Ctrl-C reaches the launcher, which passes it on once."""
     cores = cores or Cores(threads=1)
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, **cores.environ(), **place.environ()}
-    process = subprocess.Popen(list(command), env=environ, start_new_session=True)
+    process = subprocess.Popen(list(command), env=cores.environ() | place.environ(), start_new_session=True)
     cores.pin(process.pid)
     return process
 

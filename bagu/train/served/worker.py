@@ -129,9 +129,18 @@ class Served:
     def fetch(self, state: TrainState) -> None:
         """Bring the optimizer's state from the servers, for a checkpoint. All updates that were pushed are decided."""
         if self.config.local_steps is None and self._t:
+            self._catch_up(state)
             rows = [row.numpy() for row in _state_rows(state)]
             self.client.memory(self._t, [np.empty_like(state.flat.master.numpy()), *rows])
             _put_state_rows(state, rows)
+
+    def _catch_up(self, state: TrainState) -> None:
+        """Have the values after the last update that was decided."""
+        if self._asked < self._t and self.client.version < self._t:
+            self.client.pull(self._t)
+        self.client.wait_for_values(self._t)
+        if self.client.version > self._version:
+            self._read(state)
 
     def _read(self, state: TrainState) -> None:
         """Bring the values that came last into the model."""
@@ -145,16 +154,27 @@ class Served:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, state: TrainState, batches: Batches) -> StepResult:
-        """The result of the next step, in order."""
+        """The result of the next step, in order. With a delay, the values after it are read when they are there; a
+        step after which the model is used waits for them."""
         if self.config.local_steps is not None:
             return self._local_step(state, batches())
+        result = self._next(state, batches)
+        last = state.step >= self.stop or state.stop_asked or state.ended is not None
+        if self._delay == 0 or last or self._due(state.step):
+            self._catch_up(state)
+        return result
+
+    @property
+    def _delay(self) -> int:
+        return self.config.delay if self.client.delay is None else self.client.delay
+
+    def _next(self, state: TrainState, batches: Batches) -> StepResult:
         while True:
             ahead = len(self._flying)
             if ahead and self.client.total(self._t + 1, wait=False) is not None:
                 return self._decide(state)
-            delay = self.config.delay if self.client.delay is None else self.client.delay
             step = state.step + ahead
-            if self._held is not None or ahead > delay or step >= self.stop or (ahead and self._due(step)):
+            if self._held is not None or ahead > self._delay or step >= self.stop or (ahead and self._due(step)):
                 if not ahead and self._held is not None:
                     held, self._held = self._held, None
                     return idle_step(state, state.loss.totals(held), state.lr)
@@ -168,6 +188,9 @@ class Served:
     def _push(self, state: TrainState, batches: Sequence[MicroBatch], ahead: int) -> None:
         mine = range(self.place.worker, len(batches), self.config.workers)
         totals = state.loss.totals(batches)
+        self.client.wait_for_values(self._t + ahead - self._delay)  # no older ones are used
+        if self.client.version > self._version:
+            self._read(state)
         parts = run_backwards(state, batches, mine, totals, ahead=ahead)
         if parts[0].expert_load:
             raise ArgumentError(
@@ -204,9 +227,8 @@ class Served:
             "scale": clip / norm if clip is not None and norm > clip else 1.0,
         }  # fmt: skip
         more = bool(self._flying) and self.client.total(self._t + 1, wait=False) is not None
-        self.client.commit(self._t, decision, pull=not more)  # of several that are ready, the last one reads
-        if not more:
-            self._read(state)
+        self.client.commit(self._t, decision, pull=not more, wait=False)  # of several that are ready, the last reads
+        self._asked = self._asked if more else self._t
         self._age = pushed.age
         self.client.clock = {
             "pid": os.getpid(),
@@ -244,6 +266,7 @@ class Served:
 
     _start: torch.Tensor | None = None
     _age = 0
+    _asked = 0  # the newest version that was asked for
 
     def row(self) -> dict[str, float | int | None]:
         """The metrics of the last step: how long this worker waited, how old its weights were, what it sent and got."""

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,22 @@ from safetensors.torch import load_file
 from bagu.bench.server_kills import record
 from bagu.cli import main
 from bagu.errors import BaguError
+from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
+from bagu.recipes.held_run import held_run
+from bagu.recipes.training import resolved
 from bagu.recipes.verbs import TrainOptions
+from bagu.runs.folder import RunFolder
+from bagu.train import OptimizerConfig, TrainConfig
+from bagu.train.served.config import ServedConfig
 
 
-@pytest.mark.parametrize(("how", "times"), [("kill", 4), ("pair", 2), ("manager", 1)])
+@pytest.mark.parametrize(("how", "times"), [("kill", 4), ("pair", 2), ("manager", 1), ("slow", 1)])
 def test_kills_lose_and_double_nothing(how: str, times: int) -> None:
     found = record(times, how=how, seed=3)
     assert found.wrong == 0 and found.kills == times and found.updates > 0
+    if how == "slow":
+        assert found.longest_s < 2.0
 
 
 @pytest.mark.slow
@@ -75,7 +84,7 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
             time.sleep(0.05)
 
     threading.Thread(target=strike, daemon=True).start()
-    assert train_main(TrainOptions(**options, steps=60, out=out, servers=3, workers=2)) == 0
+    assert train_main(TrainOptions(**options, steps=60, out=out, servers=3, workers="2")) == 0
     said = capfd.readouterr().err
     assert struck == ["server", "worker"]
     assert "server 1 has died: started again" in said and "worker 1 has died: started again" in said
@@ -86,7 +95,7 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
     assert "Age of the weights" in (out / "report.html").read_text()
     more = {"steps": 70, "resume": True}
     assert train_main(TrainOptions(out=tmp_path / "alone", **more)) == 0
-    assert train_main(TrainOptions(out=out, servers=1, workers=1, **more)) == 0
+    assert train_main(TrainOptions(out=out, servers=1, workers="1", **more)) == 0
     assert closest(weights(tmp_path / "alone"), weights(out)) < 1e-4
 
 
@@ -111,3 +120,17 @@ def main_status(words: list[str]) -> None:
 def test_what_cannot_work_is_refused_in_a_sentence(more: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(BaguError, match=words):
         train_main(TrainOptions(**{"out": tmp_path / "run", **more}))
+
+
+def test_resume_auto_takes_another_number_of_servers_and_no_other_change(tmp_path: Path) -> None:
+    served = ServedConfig(servers=4, workers=2)
+    train = TrainConfig(served=served, optimizer=OptimizerConfig(kind="adamw"))
+    run = resolved(replace(recipe("small"), train=train), torch.device("cpu"))
+    folder = RunFolder.create(tmp_path / "run", run)
+    folder.close()
+    for other in (replace(served, servers=3), replace(served, workers=4)):
+        wanted = replace(run, train=replace(run.train, served=other))
+        assert held_run(wanted, folder, fitted=True).train.served == other
+    wanted = replace(run, train=replace(run.train, served=replace(served, delay=2)))
+    with pytest.raises(BaguError, match=r"holds another run: train\.served\.delay"):
+        held_run(wanted, folder, fitted=True)
