@@ -148,9 +148,21 @@ class ServerBench:
     workers: Annotated[int, Option("Processes of one thread that compute gradients.")] = 2
     rounds: Annotated[int, Option("Steps to time of each kind, in turn.")] = 6
     kills: Annotated[int, Option("Instead, kill servers so many times at random moments, and check every update.")] = 0
-    fault: Annotated[str, Option("Of --kills: kill, pair (two adjacent servers), stop (SIGSTOP, 5 s) or manager.")] = (
-        "kill"
-    )
+    fault: Annotated[
+        str, Option("Of --kills: kill, pair (adjacent servers), stop (SIGSTOP, 5 s), manager, or slow (a worker).")
+    ] = "kill"
+    delays: Annotated[str, Option("Instead, workers with jitter at these delays, such as 0,4,8.")] = ""
+    delay_steps: Annotated[int, Option("Of --delays: updates to time.")] = 60
+    out: Annotated[Path | None, Option(RESULTS_HELP)] = None
+    as_json: Annotated[bool, options.AS_JSON] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharesBench:
+    speeds: Annotated[str, Option("The speed of each worker.", metavar="S,S,…")] = "1,1,1,0.5"
+    micro_batches: Annotated[int, Option("Of a step; a multiple of the workers.")] = 16
+    wait_ms: Annotated[float, Option("The time of a micro-batch on a worker of speed 1.")] = 100.0
+    rounds: Annotated[int, Option("Steps to time of each kind, in turn.")] = 8
     out: Annotated[Path | None, Option(RESULTS_HELP)] = None
     as_json: Annotated[bool, options.AS_JSON] = False
 

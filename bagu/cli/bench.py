@@ -20,6 +20,7 @@ from bagu.bench.options import (
     RetrieveBench,
     ServeBench,
     ServerBench,
+    SharesBench,
     TrainBench,
 )
 from bagu.cli.found import check_files, check_model
@@ -70,6 +71,21 @@ def bench_parameter_server(given: ServerBench) -> None:
     """
     wait_briefly()  # must run before torch is imported
     from bagu.bench.parameter_server import main
+
+    raise typer.Exit(main(given))
+
+
+@bench.command("shares")
+@takes(SharesBench)
+def bench_shares(given: SharesBench) -> None:
+    """Measure training on workers of unlike speed: shares by measured speed beside equal ones, and the prediction.
+
+    Examples:
+      bagu bench shares
+      bagu bench shares --speeds 1,1,0.5,0.25 --micro-batches 32
+    """
+    wait_briefly()  # must run before torch is imported
+    from bagu.bench.shares import main
 
     raise typer.Exit(main(given))
 

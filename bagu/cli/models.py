@@ -41,8 +41,8 @@ def demo(given: DemoOptions) -> None:
     TrainOptions,
     groups={
         "Run": "config accept_data_change resume_auto reward prompt wandb",
-        "Several processes": "mesh nproc max_restarts hang_timeout explain",
-        "Parameter server": "servers workers delay compress local_steps ray",
+        "Several processes": "workers mesh nproc max_restarts hang_timeout explain",
+        "Parameter server": "servers delay compress local_steps ray",
     },
 )
 def train(given: TrainOptions) -> None:

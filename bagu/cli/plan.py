@@ -25,6 +25,7 @@ plans = Verbs(
     Examples:
       bagu plan --model llama3-70b --gpus 512 --gpu h100 --tokens 2e12
       bagu plan --serve --model llama3-8b --gpu h200 --rate 20 --tpot 30ms
+      bagu plan --model runs/train --workers "2x cpu:1" --batch 16
     """
 )
 
@@ -43,6 +44,9 @@ def plan(
     precision: Annotated[str, Option(help="bf16 or fp8.")] = "bf16",
     top: Annotated[int, Option(help="Number of layouts to print.")] = 10,
     out: Annotated[Path | None, Option(help="A folder for plan.html and the plot.")] = None,
+    workers: Annotated[
+        str | None, Option(help='Instead of GPUs, workers of this machine, timed: "2x cpu:2,1x cpu:1".')
+    ] = None,
     as_json: AsJson = False,
     serve: Annotated[bool, Option("--serve", help="Plan a deployment instead; the options below describe it.")] = False,
     rate: Annotated[float, Option(help="Requests per second.")] = 10.0,
@@ -57,12 +61,19 @@ def plan(
     if not model:
         raise typer.BadParameter("name a model, such as --model llama3-70b", param_hint="--model")
     for name in TRAINING if serve else DEPLOYMENT:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _given(context, name):
             option, what = "--" + name.replace("_", "-"), "training run" if serve else "deployment"
             hint = "leave it out, or leave out --serve" if serve else "leave it out, or add --serve"
             raise ArgumentError(f"{option} is an option for planning a {what}", hint=hint)
     check_files(*(path for path in (model, gpu) if Path(path).suffix))
+    if workers is not None:
+        from bagu.recipes.plan_workers import plan_workers
+
+        given = {name for name in ("seq", "gpu", "gpus", "tokens", "precision", "top", "out") if _given(context, name)}
+        if serve or given - {"seq"}:
+            raise ArgumentError("--workers is for a training run on this machine's cores", hint="leave GPU options out")
+        plan_workers(workers, model=model, seq=seq if "seq" in given else None, batch=batch, as_json=as_json)
+        return
     from bagu.parallel.planner import command
 
     if serve:
@@ -78,6 +89,12 @@ def plan(
         model=model, gpus=8 if gpus is None else gpus, gpu=gpu, seq=seq, batch=batch, tokens=tokens,
         precision=precision, top=top, as_json=as_json, out=out, model_settings=_model_settings,
     )  # fmt: skip
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _model_settings(model: ModelConfig) -> list[str]:

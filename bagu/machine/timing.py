@@ -280,3 +280,23 @@ def _host_and_wall(fn: Callable[[], object]) -> tuple[float, float]:
         torch.cuda.synchronize()
         wall.append(time.perf_counter() - start)
     return min(host), min(wall)
+
+
+class Stopwatch:
+    """Seconds of work of this process since it was made; on a GPU those between two marks in its stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = None
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._start = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Until now. Waits for a GPU."""
+        if self._events is None:
+            return time.perf_counter() - self._start
+        start, stop = self._events
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3

@@ -94,16 +94,20 @@ class StepSums:
     sums: list[float]
     peaks: list[float]
     norm: float  # of the gradient
+    seconds: list[float]  # that each rank computed, by its number, if they were given
 
 
-def combine(mesh: Mesh, sums: torch.Tensor, peaks: torch.Tensor, norm: torch.Tensor) -> StepSums:
+def combine(
+    mesh: Mesh, sums: torch.Tensor, peaks: torch.Tensor, norm: torch.Tensor, seconds: float | None = None
+) -> StepSums:
     """Combine the scalars of this rank with those of the others, in one collective of a few bytes.
 
     `sums` are added over the ranks with other tokens and over pipeline stages; ranks of tp have equal ones. `norm` is
-    the norm of the gradients that this rank counts. Every rank gathers all rows and adds them in the same order, so
-    that all ranks decide the same (whether to skip, how to clip).
+    the norm of the gradients that this rank counts, `seconds` how long it computed. Every rank gathers all rows and
+    adds them in the same order, so that all ranks decide the same (whether to skip, how to clip, the next shares).
     """
-    row = torch.cat([sums.double(), peaks.double(), norm.double().view(1)])
+    parts = [sums, peaks] if seconds is None else [sums, peaks, norm.new_tensor([seconds], dtype=torch.float64)]
+    row = torch.cat([part.double() for part in (*parts, norm.view(1))])
     rows = row.new_empty(mesh.size("all"), len(row))
     all_gather(mesh, rows.view(-1), row, "all")
     table = rows.cpu()
@@ -112,4 +116,5 @@ def combine(mesh: Mesh, sums: torch.Tensor, peaks: torch.Tensor, norm: torch.Ten
         sums=table[one_of_tp, : len(sums)].sum(0).tolist(),
         peaks=table[:, len(sums) : len(sums) + len(peaks)].amax(0).tolist(),
         norm=float(torch.linalg.vector_norm(table[:, -1])),
+        seconds=[] if seconds is None else table[:, -2].tolist(),
     )

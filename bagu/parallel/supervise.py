@@ -4,7 +4,6 @@ Ranks that are killed by a signal (out of memory, a fault of the machine, the wa
 checkpoint, in a store of their own. A rank that ends with an error of its own would end so again: the job ends too.
 """
 
-import os
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from bagu.machine.cores import available_cores
 from bagu.parallel import heartbeat
+from bagu.parallel.unlike.workers import Cores
 
 GRACE_S = 5.0  # that the other ranks have to end on their own after one has ended
 POLL_S = 0.05
@@ -26,10 +26,11 @@ STOPPED = 130  # exit status of a rank that was asked to save and end
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How many ranks to start, and their command line."""
+    """How many ranks to start, their command line, and the cores of each; without, ranks have equal parts."""
 
     ranks: int
     command: Sequence[str]
+    cores: Sequence[Cores] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +73,20 @@ def supervise(job: Job, say: Callable[[str], None]) -> int:
 
 
 def _start(start: Start, folder: Path) -> list[subprocess.Popen[bytes]]:
-    threads = max(1, available_cores() // start.ranks)
+    cores = start.cores or [Cores(threads=max(1, available_cores() // start.ranks))] * start.ranks
     shared = {
         "WORLD_SIZE": str(start.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         heartbeat.FOLDER: str(folder),
     }
-    environ = {"OMP_NUM_THREADS": str(threads), **os.environ, **shared}
-    return [
+    started = []
+    for rank, mine in zip(range(start.ranks), cores, strict=False):  # a later start may have fewer ranks
+        places = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         # a group of its own: Ctrl-C reaches this process, which passes it on once
-        subprocess.Popen(
-            list(start.command), env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
-        )
-        for rank in range(start.ranks)
-    ]
+        started.append(subprocess.Popen(list(start.command), env=mine.environ() | places, start_new_session=True))
+        mine.pin(started[-1].pid)
+    return started
 
 
 def _free_port() -> int:

@@ -29,7 +29,15 @@ from bagu.recipes.find import find_model
 from bagu.recipes.held_run import held_run
 from bagu.recipes.length import progress_of, train_for, with_steps
 from bagu.recipes.models import load_model, save_as_gguf, save_model, tokenizer_folder
-from bagu.recipes.ranks import asked_ranks, mesh_settings, one_sentence, opened_mesh, start_ranks
+from bagu.recipes.ranks import (
+    asked_ranks,
+    asked_workers,
+    mesh_settings,
+    one_sentence,
+    opened_mesh,
+    shares_said,
+    start_ranks,
+)
 from bagu.recipes.run import Run, load_run, with_settings
 from bagu.recipes.served import as_worker, start_group, with_servers
 from bagu.recipes.summary import Summary
@@ -73,13 +81,14 @@ def train_main(given: TrainOptions) -> int:
         if given.resume_auto and RunFolder(given.out).is_run():
             run = held_run(run, RunFolder(given.out), fitted=not _context_chosen(given))
             given = replace(given, resume=True)
-        run.train.mesh.check_ranks(asked_ranks(given, place))
+        run.train.mesh.check_ranks(asked_ranks(run, given, place))
         if run.train.served is not None and server_place is None and not given.dry_run:
             again = to_arguments(given, without=("ray",))
             resume = given.resume or given.resume_auto  # one sentence before processes are started
             check(run, given.out, resume=resume, accept_data_change=given.accept_data_change)
             return start_group(run, given, again, say)
-        if given.nproc is None or place is not None or given.dry_run:
+        alone = given.nproc is None and not asked_workers(run, given, place)
+        if alone or place is not None or given.dry_run:
             return _train(run, replace(given, resume=given.resume or given.resume_auto), place)
         without = ("mesh", "nproc", "max_restarts", "hang_timeout", *(("resume",) if given.resume_auto else ()))
         again = to_arguments(given, without=without)
@@ -148,7 +157,7 @@ def _named_settings(given: TrainOptions) -> list[str]:
         if keys.get(key) is not None:
             raise ArgumentError(f"--{key.rpartition('.')[2]} and --set {key} are both given", hint="leave one out")
     if given.minutes is not None:
-        others = ("steps", "resume", "resume_auto", "nproc", "mesh", "dry_run", "explain")
+        others = ("steps", "resume", "resume_auto", "nproc", "mesh", "workers", "dry_run", "explain")
         if clash := next((name for name in others if getattr(given, name)), None):
             raise ArgumentError(f"--minutes is given with --{clash.replace('_', '-')}", hint="leave one of them out")
         if not 0 < given.minutes < float("inf"):
@@ -201,6 +210,8 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
     early = "" if done.fit.step == run.train.steps or done.fit.ended is None else f" after {steps}: {_why(done)}"
     state = f"stopped after {steps}; go on: {again}" if done.fit.interrupted else f"done{early}"
     state += "" if done.idle is None else f", and nothing was learned: {done.idle}"
+    if run.train.shares == "measured" and (shares := shares_said(done.folder.metrics())) is not None:
+        state += f"\n{shares}"
     after = "" if done.fit.interrupted else f"\nnext: {_next_command(run, done, out)}"
     said = f"{state}\nmodel: {out / 'model'}\nreport: {report}{after}"
     console.print(said, highlight=False, soft_wrap=True, markup=False)

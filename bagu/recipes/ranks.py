@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bagu import config as configs
-from bagu.errors import BaguError
+from bagu.errors import ArgumentError, BaguError
+from bagu.machine.cores import usable_cores
 from bagu.machine.device import named_device
 from bagu.parallel import heartbeat
 from bagu.parallel.launch import Place, code_digest, joined
@@ -15,6 +18,7 @@ from bagu.parallel.meeting import PeerFailed
 from bagu.parallel.mesh import DIMS, Dim, Mesh, MeshConfig, open_mesh
 from bagu.parallel.sizes import Sizes
 from bagu.parallel.supervise import Job, Start, supervise
+from bagu.parallel.unlike.workers import Worker, divide_cores, parse_workers
 from bagu.recipes.run import Run
 from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
@@ -25,19 +29,40 @@ OPTIONS: dict[Dim, list[str]] = {  # that a mesh without the dimension does not 
     "pp": ["train.pipeline=null", "train.stages_per_rank=null"],
     "cp": ["train.context_parallel=null"],
 }
+PER_WORKER = 4  # micro-batches: shares can then differ by a quarter
 LOST = 75  # exit status of a rank whose peers are gone (EX_TEMPFAIL)
 
 
-def asked_ranks(given: TrainOptions, place: Place | None) -> int:
+def asked_workers(run: Run, given: TrainOptions, place: Place | None) -> tuple[Worker, ...]:
+    """The data-parallel workers that --workers asks for: none without it, or if they belong to a parameter server."""
+    if given.workers is None or given.servers is not None or run.train.served is not None:
+        return ()
+    workers = parse_workers(given.workers)
+    if given.nproc is not None:
+        raise ArgumentError("--workers and --nproc are both given", hint="leave --nproc out")
+    if place is not None and heartbeat.FOLDER not in os.environ:
+        raise ArgumentError(
+            "--workers is given, and another launcher has started the ranks",
+            hint="for shares by speed use --set train.shares=measured",
+        )
+    if len({worker.kind for worker in workers}) > 1:
+        raise ArgumentError(
+            f"--workers {given.workers!r} has workers with and without a GPU, and one collective needs equal devices",
+            hint="use one kind",
+        )
+    return workers
+
+
+def asked_ranks(run: Run, given: TrainOptions, place: Place | None) -> int:
     """How many ranks run, or are to be started."""
-    return place.ranks if place is not None else given.nproc or 1
+    return place.ranks if place is not None else given.nproc or len(asked_workers(run, given, place)) or 1
 
 
 def mesh_settings(run: Run, given: TrainOptions, place: Place | None, *, divide: bool) -> list[str]:
     """The settings by which a run gets the mesh that was asked for.
 
     With `divide`, a step whose micro-batches the ranks cannot share is divided into one per rank and pipeline stage,
-    with the same rows.
+    with the same rows; for workers whose shares follow their speed into PER_WORKER each or a few more.
     """
     mesh, data = run.train.mesh, run.data
     if given.nproc is not None and given.nproc < 1:
@@ -47,18 +72,38 @@ def mesh_settings(run: Run, given: TrainOptions, place: Place | None, *, divide:
     if not given.hang_timeout > 0:
         raise BaguError(f"--hang-timeout is {given.hang_timeout:g} s", hint="give a time above 0")
     wanted = mesh if given.mesh is None else MeshConfig.parse(given.mesh)
-    if given.mesh is None and mesh.ranks == 1:
-        wanted = MeshConfig(dp=asked_ranks(given, place))
-    wanted.check_ranks(asked_ranks(given, place))
+    workers = asked_workers(run, given, place)
+    if given.mesh is None and (mesh.ranks == 1 or (workers and mesh.ranks == mesh.dp)):
+        wanted = MeshConfig(dp=asked_ranks(run, given, place))
+    wanted.check_ranks(asked_ranks(run, given, place))
     settings = [f"train.mesh.{name}={wanted.size(name)}" for name in DIMS if wanted.size(name) != mesh.size(name)]
     ranks_of_data, least = wanted.size("data"), wanted.size("data") * wanted.pp  # a stage works while others do
     too_few = data.micro_batches % ranks_of_data or data.micro_batches < least
+    if workers:
+        settings += ["train.shares=measured", f"device={workers[0].kind}"]
+        least = next(
+            (n for n in range(PER_WORKER * least, data.rows_per_step + 1) if data.rows_per_step % n == 0), least
+        )
+        too_few = data.micro_batches < least
     if divide and too_few and data.rows_per_step % least == 0:
         settings += [f"data.micro_batches={least}", f"data.rows={data.rows_per_step // least}"]
     for dim, options in OPTIONS.items():
         if wanted.size(dim) == 1 < mesh.size(dim):
             settings += options
     return settings
+
+
+def shares_said(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What shares by speed have done: the later half of the steps beside their prediction; None without one."""
+    steps = [row for row in rows if row.get("predicted_step_s") is not None]
+    if not steps:
+        return None
+    later = steps[len(steps) // 2 :]
+    measured, predicted = (
+        statistics.median(r["tokens"] / r[name] for r in later) for name in ("step_s", "predicted_step_s")
+    )
+    idle = statistics.median(row["shares_idle_percent"] for row in later)
+    return f"shares by speed: {measured:,.0f} tokens/s, predicted {predicted:,.0f}; workers idle {idle:.0f} %"
 
 
 def start_ranks(
@@ -69,6 +114,10 @@ def start_ranks(
     A later start resumes the run. If the last two starts made no checkpoint, it has fewer ranks, until that start has
     made some.
     """
+    workers = asked_workers(run, given, None)
+    cores = divide_cores(workers, usable_cores())
+    if cores.shared:
+        say(f"--workers {given.workers!r} asks for more cores than the {len(usable_cores())} here: workers share them")
     folder, sizes, steps = RunFolder(given.out), Sizes(run.train.mesh, run.data.micro_batches), set[str]()
 
     def reached() -> int:
@@ -85,7 +134,7 @@ def start_ranks(
             say(f"a start with {before.ranks} ranks made progress: going on with {mesh.ranks}")
         again = attempt > 0 and folder.is_run()
         words = ["train", "--resume", "--out", str(given.out), "--mesh", str(mesh)] if again else command(mesh)
-        return Start(ranks=mesh.ranks, command=[sys.executable, "-m", "bagu", *words])
+        return Start(ranks=mesh.ranks, command=[sys.executable, "-m", "bagu", *words], cores=cores.of)
 
     job = Job(
         plan=plan, max_restarts=given.max_restarts, hang_timeout_s=given.hang_timeout, progress=reached,

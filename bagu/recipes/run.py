@@ -148,7 +148,8 @@ class Run:
             )
         is_token_loss = isinstance(self.objective, TokenObjective)
         check_token_loss(mesh, f"objective {self.objective.kind!r}", is_token_loss=is_token_loss)
-        if data.micro_batches % ranks:
+        measured = self.train.shares == "measured" and data.micro_batches >= ranks
+        if data.micro_batches % ranks and not measured:
             whole = data.rows_per_step % ranks == 0
             same = f"data.micro_batches={ranks} data.rows={data.rows_per_step // ranks} is the same number of tokens"
             raise ConfigError(

@@ -32,17 +32,15 @@ STATUS_S = 0.5
 ADAMW_LR = 3e-3  # where a recipe's own optimizer cannot run on servers
 
 
-def asked(given: TrainOptions) -> bool:
-    """Whether options of the parameter server are given."""
-    return any(
-        value is not None
-        for value in (given.servers, given.workers, given.delay, given.compress, given.local_steps, given.ray)
-    )
+def asked(run: Run, given: TrainOptions) -> bool:
+    """Whether options of the parameter server are given; --workers is one if the run has servers."""
+    options = (given.servers, given.delay, given.compress, given.local_steps, given.ray)
+    return any(value is not None for value in options) or (given.workers is not None and run.train.served is not None)
 
 
 def with_servers(run: Run, given: TrainOptions, *, divide: bool, say: Callable[[str], None]) -> Run:
     """The run with the servers that were asked for; as it is, if none were and it has none."""
-    if not asked(given):
+    if not asked(run, given):
         return run
     before = run.train.served
     if given.servers is None and before is None:

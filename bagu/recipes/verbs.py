@@ -87,7 +87,8 @@ class TrainOptions:
     workers: Annotated[
         str | None,
         Option(
-            'Of --servers: processes that compute gradients, with their cores: 2, or "2x cpu:2,1x cpu:1". Default: 2.'
+            'Processes that compute gradients, with their cores: 2, or "2x cpu:2,1x cpu:1". Each gets micro-batches by '
+            "its speed, or with --servers (default there: 2) equally many."
         ),
     ] = None
     delay: Annotated[int | None, Option("Of --servers: updates that a worker may be ahead of the slowest.")] = None

@@ -136,6 +136,10 @@ def fit(
                 run.skip(result)
                 continue
             row = meters.row(result) | ({} if served is None else served.row())
+            if state.shares is not None:
+                row |= state.shares.row(meters.seconds)
+                if (change := state.shares.change) is not None:
+                    run.notify("on_event", "shares", state.step - 1, **change.facts())
             last = state.step == config.steps or state.loss.ended is not None
             if evaluate is not None and _due(config.eval_every, state.step, last):
                 with state.inference(gathers=gathers) as evaluated:

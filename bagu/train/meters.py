@@ -20,6 +20,7 @@ class Meters:
     ) -> None:
         self.device, self.flops_per_token, self.peak_flops = device, flops_per_token, peak_flops
         self._start = self._data_wait = 0.0
+        self.seconds = 0.0  # of the last row's step
 
     def start(self) -> None:
         self._start = time.perf_counter()
@@ -29,7 +30,7 @@ class Meters:
         self._data_wait = time.perf_counter() - self._start
 
     def row(self, result: StepResult) -> dict[str, float | int | None]:
-        seconds = time.perf_counter() - self._start
+        self.seconds = seconds = time.perf_counter() - self._start
         tokens = result.totals.tokens
         row: dict[str, float | int | None] = {
             **result.metrics,

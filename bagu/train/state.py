@@ -20,6 +20,7 @@ from bagu.parallel.context import Method
 from bagu.parallel.mesh import Mesh, MeshConfig
 from bagu.parallel.pipeline import Schedule
 from bagu.parallel.spread import SpreadOf, everywhere
+from bagu.parallel.unlike.shares import Shares
 from bagu.train.best import Best, BestConfig
 from bagu.train.cross_entropy import CrossEntropy
 from bagu.train.loss import Loss, TokenLoss
@@ -53,7 +54,8 @@ class TrainConfig:
     or 1 with a pipeline. `offload` keeps the divided masters and optimizer state in host memory, and updates there.
     Gradients are reduced in buckets of `bucket_mb` MB. `pipeline` is the schedule of `pp` (null: 1f1b), and
     `stages_per_rank` the number of stages of a rank in an interleaved one (null: 2). `context_parallel` is the method
-    of `cp` (null: ring). `served` keeps the parameters on servers instead (bagu/parallel/server).
+    of `cp` (null: ring). `served` keeps the parameters on servers instead (bagu/parallel/server). `shares` "measured"
+    gives each data-parallel rank micro-batches by its speed (parallel/unlike/shares.py).
     """
 
     steps: int = 1000
@@ -80,6 +82,7 @@ class TrainConfig:
     stages_per_rank: int | None = None
     context_parallel: Method | None = None
     served: ServedConfig | None = None
+    shares: Literal["equal", "measured"] = "equal"
 
     @property
     def zero_stage(self) -> Stage:
@@ -162,6 +165,8 @@ def _check_goes_together(config: TrainConfig) -> None:
         )
     if config.precision == "fp8":
         _check_fp8(config)
+    if config.shares != "equal":
+        _check_shares(config)
     if mesh.pp > 1 and config.zero_stage == 3:
         raise ArgumentError(
             "pp and ZeRO stage 3 do not go together: a backward would need parameters that another micro-batch freed",
@@ -173,6 +178,23 @@ def _check_goes_together(config: TrainConfig) -> None:
             "the backward has two parts, and what selective keeps can be used once",
             hint="use activation_checkpointing=block, or pipeline=1f1b",
         )
+
+
+def _check_shares(config: TrainConfig) -> None:
+    """Raise unless ranks may run unlike numbers of micro-batches."""
+    mesh = config.mesh
+    UnknownName.check("shares", config.shares, ("equal", "measured"))
+    for what, why, hint in (
+        (mesh.shard > 1 and config.zero_stage > 1 and f"ZeRO stage {config.zero_stage}", "it sums gradients over the "
+         "ranks in every backward, and they must run equally many", "zero=1"),
+        (mesh.ep > 1 and "ep", "ranks exchange tokens in every micro-batch, and must run equally many", "dp"),
+        (mesh.pp > 1 and "pp", "the time of a pipeline does not grow by micro-batches alone", "dp"),
+        (config.served is not None and "parameter servers", "a worker that is started again would not know the shares",
+         "--workers without --servers"),
+        (config.deterministic and "deterministic", "the order of sums would depend on measured times", "equal shares"),
+    ):  # fmt: skip
+        if what:
+            raise ArgumentError(f"shares measured and {what} do not go together: {why}", hint=f"use {hint}")
 
 
 def _check_fp8(config: TrainConfig) -> None:
@@ -278,6 +300,8 @@ class TrainState:
         self.step = 0
         self.data_step = 0
         self.updates = 0
+        measured = config.shares == "measured" and self.mesh is not None and self.mesh.size("data") > 1
+        self.shares = Shares(self.config.mesh.size("data")) if measured else None
         self.stop_asked = False  # by Ctrl-C on this rank; a step sets it on every rank
 
     @property

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from bagu.errors import ArgumentError
+from bagu.machine.timing import Stopwatch
 from bagu.parallel.collectives import all_reduce
 from bagu.parallel.data_parallel import combine
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import EVERYWHERE
+from bagu.parallel.unlike.shares import dealt
 from bagu.train.loss import Metrics, MicroBatch, MicroBatchLoss, Totals
 from bagu.train.state import TrainState
 
@@ -41,9 +43,12 @@ def step(state: TrainState, batches: Sequence[MicroBatch]) -> StepResult:
         return idle_step(state, totals, lr)
     if state.mesh is not None:
         state.mesh.traffic.step = state.step
-    mine = _share(state.mesh, len(batches))
+    counts = _counts(state, len(batches))
+    mine = dealt(counts, 0 if state.mesh is None else state.mesh.coordinate("data"))
+    watch = None if state.shares is None else Stopwatch(state.device)
     parts = run_backwards(state, batches, mine, totals)
-    loss, sums, grad_norm = _read(state, parts, state.flat.finish())
+    seconds = None if watch is None else watch.seconds()
+    loss, sums, grad_norm = _read(state, parts, state.flat.finish(), counts, seconds)
     metrics = state.loss.metrics(loss, sums, totals)
     skipped = state.guard.judge(loss, grad_norm)
     if skipped is None:
@@ -95,21 +100,27 @@ def idle_step(state: TrainState, totals: Totals, lr: float) -> StepResult:
     return StepResult(loss=0.0, metrics=metrics, grad_norm=0.0, lr=lr, totals=totals, skipped=None)
 
 
-def _share(mesh: Mesh | None, number: int) -> range:
-    """The micro-batches of a step that this rank runs. Every rank runs equally many, so that collectives match."""
-    if mesh is None:
-        return range(number)
-    ranks = mesh.size("data")
+def _counts(state: TrainState, number: int) -> tuple[int, ...]:
+    """How many of a step's micro-batches each rank of the data runs: equally many, or by their measured speed."""
+    if state.mesh is None:
+        return (number,)
+    if state.shares is not None:
+        return state.shares.counts(number)
+    ranks = state.mesh.size("data")
     if number % ranks:
         raise ArgumentError(
-            f"a step has {number} micro-batches, and the mesh {mesh.config} divides them over {ranks} ranks",
-            hint=f"set data.micro_batches to a multiple of {ranks}",
+            f"a step has {number} micro-batches, and the mesh {state.mesh.config} divides them over {ranks} ranks",
+            hint=f"set data.micro_batches to a multiple of {ranks}, or train.shares=measured",
         )
-    return range(mesh.coordinate("data"), number, ranks)
+    return (number // ranks,) * ranks
 
 
 def _read(
-    state: TrainState, parts: Sequence[MicroBatchLoss], norm: torch.Tensor
+    state: TrainState,
+    parts: Sequence[MicroBatchLoss],
+    norm: torch.Tensor,
+    counts: Sequence[int],
+    seconds: float | None,
 ) -> tuple[float, Mapping[str, float], float]:
     """Loss and metrics of a step over its micro-batches, and the gradient norm, in one copy to the host."""
     names, peaks = list(parts[0].metrics), list(parts[0].peaks)
@@ -118,7 +129,13 @@ def _read(
         loss, *values, grad_norm = torch.stack([*sums, *largest, norm]).tolist()
     else:
         tops = torch.stack([*largest, norm.new_tensor(float(state.stop_asked))])
-        total = combine(state.mesh, torch.stack(sums), tops, norm)
+        total = combine(state.mesh, torch.stack(sums), tops, norm, seconds)
+        if state.shares is not None:  # of ranks that have the same data (tp, cp), the slowest
+            computed = [0.0] * len(counts)
+            for rank, each in enumerate(total.seconds):
+                at = state.mesh.config.coordinate("data", rank)
+                computed[at] = max(computed[at], each)
+            state.shares.record(counts, computed)
         *most, stop = total.peaks
         state.stop_asked = stop > 0
         loss, *values, grad_norm = *total.sums, *most, total.norm

@@ -100,6 +100,29 @@ def routed(many: float, one: float) -> list[Row]:
     return rows_of("load router seed ttft_p99_s", *cases)
 
 
+def slowed(delayed: float) -> list[Row]:
+    cases = [(2.0, "delay", 0, 1.0), (2.0, "delay", 8, delayed), (2.0, "shares", 0, 1.7)]
+    return rows_of("slowness way delay speed", *cases)
+
+
+def unlike(equal: float, measured: float) -> list[Row]:
+    columns = "speeds slowest shares micro_batches tokens_per_s relative predicted"
+    cases = [(0.5, "equal", "", 510.0, equal, 0.5), (0.5, "measured", "8:8:8:4", 900.0, measured, 0.87)]
+    return rows_of(columns, *(("1:1:1:0.5", *case) for case in cases))
+
+
+def ways(delay_8: float) -> list[Row]:
+    rates = {"all-reduce": 4.0, "server, delay 0": 3.0, "server, delay 8": delay_8}
+    return rows_of(
+        "steps way updates_per_s", *((s, way, rate) for s in ("equal", "jitter") for way, rate in rates.items())
+    )
+
+
+def killed(wrong: int) -> list[Row]:
+    columns = "fault kills updates wrong_updates recovery_median_s recovery_max_s"
+    return rows_of(columns, ("kill", 20, 900, wrong, 0.1, 0.4))
+
+
 # for each lab, rows for which the claim holds, and rows for which it does not
 PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     "ring_scaling": (ring_rows(1e-9), [row | {"sent_bytes": 1e9} for row in ring_rows(5000.0)]),
@@ -120,6 +143,10 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     ),
     "bounded_delay": (waits(5.0), waits(60.0)),
     "prefix_routing": (routed(1.0, 1.0), routed(5.0, 900.0)),
+    "failover": (killed(0), killed(1)),
+    "server_or_all_reduce": (ways(3.5), ways(6.0)),
+    "slow_worker": (slowed(1.6), slowed(1.0)),
+    "unlike_workers": (unlike(0.51, 0.52), unlike(0.9, 0.86)),
     "compression_feedback": (excess(1e-4, 0.1), excess(0.1, 0.1)),
     "ps_or_ring": (links(1.9, 32.0, 32.0), links(32.0, 1.0, 1.0)),
     "fused_epilogue": (

@@ -65,8 +65,9 @@ class Cores:
     pinned: tuple[int, ...] | None = None
 
     def environ(self) -> dict[str, str]:
-        """The variables that a process starts with. A worker that has not named its cores keeps the user's."""
-        return {} if self.pinned is None else {"OMP_NUM_THREADS": str(self.threads)}
+        """The environment that a process starts with. One that has not named its cores keeps the user's threads."""
+        threads = {"OMP_NUM_THREADS": str(self.threads)}
+        return {**threads, **os.environ} if self.pinned is None else {**os.environ, **threads}
 
     def pin(self, process: int) -> None:
         """Keep a process on these cores. Call it right after the start: threads that exist already are not moved."""
