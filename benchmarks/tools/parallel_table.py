@@ -12,7 +12,8 @@ HEAD = ("machine", "shape", "ranks", "independent, tokens/s", "data parallel, to
 
 
 def render(rows: Sequence[Row]) -> str:
-    """The latest row of each machine, shape and number of ranks."""
+    """The latest row of each machine, shape and number of ranks. The folder also has rows of servers and shares."""
+    rows = [row for row in rows if row["system"] == "parallel"]
     if not rows:
         return "Nothing is recorded yet: `bagu bench parallel` writes it to `benchmarks/results/parallel`."
     latest: dict[tuple[str, str, int], Row] = {}
