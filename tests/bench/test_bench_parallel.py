@@ -55,14 +55,18 @@ def test_numbers_that_cannot_be_timed_are_refused(options: dict[str, Any]) -> No
 
 def row(ranks: int, ratio: float, time: str) -> dict[str, Any]:
     return {
-        "shape": "cpu_6m", "ranks": ranks, "tokens": 4096, "rounds": 6, "alone_tokens_per_s": 1300.4, "low_ratio": 0.9,
+        "system": "parallel", "shape": "cpu_6m", "ranks": ranks, "tokens": 4096, "rounds": 6,
+        "alone_tokens_per_s": 1300.4, "low_ratio": 0.9,
         "mesh_tokens_per_s": 1250.0, "ratio": ratio, "high_ratio": 1.0,
         "env": {"machine": "box", "commit": "0123456789abcdef", "time": time},
     }  # fmt: skip
 
 
 def test_the_table_has_the_latest_row_of_each_number_of_ranks() -> None:
-    text = parallel_table.render([row(2, 0.5, "2026-01-01"), row(1, 0.999, "2026-01-02"), row(2, 0.961, "2026-01-03")])
+    server = row(2, 0.777, "2026-01-04") | {"system": "parameter server"}  # in the same folder
+    text = parallel_table.render(
+        [row(2, 0.5, "2026-01-01"), row(1, 0.999, "2026-01-02"), row(2, 0.961, "2026-01-03"), server]
+    )
     assert "| box | `cpu_6m`, 4,096 tokens a step | 2 | 1,300 | 1,250 | **0.961** (0.900 to 1.000) | 6 |" in text
-    assert "**0.999**" in text and "**0.500**" not in text and "`012345678`" in text
+    assert "**0.999**" in text and "**0.500**" not in text and "0.777" not in text and "`012345678`" in text
     assert text.index("0.961") < text.index("0.999")
