@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +25,7 @@ from bagu.parallel.server.place import new_group
 from bagu.parallel.server.wire import Message
 
 SIZE = 1 << 16
-SLOW = 10  # times the mean update, for a worker that is slow
+SLOW = 10  # times the median update, for a worker that is slow
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Record:
     wrong: int = 0
     recovery_s: list[float] = field(default_factory=list)
     longest_s: float = 0.0  # of one update
+    pause_s: float = 0.0  # that a slow worker lets the others wait
 
     def row(self) -> dict[str, Any]:
         times = sorted(self.recovery_s) or [0.0]
@@ -123,6 +125,7 @@ def record(
     """Run updates until there were so many kills, and five updates more."""
     group, found, rng = Servers(servers), Record(), random.Random(seed)
     done, stop_at, pause = [0] * workers, [1 << 60], [0.0]
+    times: deque[float] = deque(maxlen=50)  # of the last updates
     lock, failures = threading.Lock(), list[BaseException]()
 
     def work(worker: int) -> None:
@@ -146,13 +149,13 @@ def record(
                 with lock:
                     found.wrong += not bool((flat == -sum_so_far).all())
                     found.longest_s = max(found.longest_s, now - begun)
+                    times.append(now - begun)
                     done[worker] = t
         except BaseException as error:
             failures.append(error)
         finally:
             client.close()
 
-    started = time.monotonic()
     threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in range(workers)]
     for thread in threads:
         thread.start()
@@ -162,7 +165,7 @@ def record(
             time.sleep(rng.expovariate(10))
             reached, struck = max(done) + 1, time.monotonic()  # one that began before the kill may still complete
             if how == "slow":  # worker 0 for a second
-                pause[0] = SLOW * (struck - started) / max(done)
+                pause[0] = found.pause_s = SLOW * statistics.median(times)
                 threading.Timer(1.0, pause.__setitem__, (0, 0.0)).start()
             else:
                 strike(group, how, rng)
