@@ -24,7 +24,7 @@ from bagu.nn import Transformer
 LENGTH = 32
 BATCHES = (1, 4, 16, 64, 256)  # sequences of LENGTH tokens
 RATES = (0.5, 1.0, 2.0)  # times a rate that grows with the root of the batch
-TARGET, BUDGET = 2.7, 4000  # nats; the most steps of one sequence, the root of that for larger batches
+TARGET, BUDGET = 3.1, 4000  # nats; the most steps of one sequence, the root of that for larger batches
 SMALL, LARGE = 4, 256
 NEAR = 4.0  # times: the noise scale predicts the critical batch if it is not further off
 
