@@ -30,6 +30,6 @@ def _attributes(style: re.Match[str]) -> str:
         name, _, value = part.partition(":")
         if name == "font":  # matplotlib's shorthand, such as: 9px 'DejaVu Sans', sans-serif
             found["font-size"] = re.search(r"[\d.]+px", value)[0]  # type: ignore[index]
-        else:
+        elif name.strip() != "font-family":  # the page's own
             found[name.strip()] = value.strip()
     return "".join(f' {name}="{value}"' for name, value in found.items())

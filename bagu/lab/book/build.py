@@ -16,6 +16,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -135,7 +136,7 @@ def both(text: Text | tuple[str, str], tag: str = "span") -> Markup:
 def plot(kept: Kept, *, page: str = "") -> Markup:
     if kept.plot is None:
         return Markup("")
-    prefix = f"{page}{kept.result.lab.name}-{kept.result.machine}"
+    prefix = f"{page}{crc32(f'{kept.result.lab.name} {kept.result.machine}'.encode()):x}"  # short: hundreds of ids
     return Markup(inline(kept.plot.read_text(encoding="utf-8"), prefix=prefix))
 
 
