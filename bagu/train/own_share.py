@@ -30,7 +30,7 @@ def prefetch(loader: Any, state: TrainState) -> AbstractContextManager[Iterator[
     mesh, start = state.mesh, state.data_step
     ranks = 1 if mesh is None else mesh.size("data")
     counts_do = isinstance(loader, Loader) and isinstance(state.loss, CrossEntropy)
-    equal = getattr(state, "shares", None) is None  # shares that change from step to step need every micro-batch
+    equal = state.shares is None  # shares that change from step to step need every micro-batch
     if mesh is None or ranks == 1 or not counts_do or not equal or loader.config.micro_batches % ranks:
         found: AbstractContextManager[Iterator[Sequence[Any]]] = loader.prefetch(start)
         return found
