@@ -204,7 +204,8 @@ LAB = Claim(
     measures=f"|ΔW| / |W|, bf16 values that differ, KL per token from the start, and the share of {EACH} answers to "
     "each prompt that pass.",
     evidence="training",
-    published_en="Reinforcement learning changes 5 to 30 % of the parameters of seven models of several sizes, in "
+    published_en="Reinforcement learning changes 5 to 30 % of the parameters of ten models by seven algorithms, in "
     "nearly full-rank updates (Mukherjee et al. 2025, arXiv:2505.11711).",
-    published_zh="强化学习只改变多个模型 5 至 30 % 的参数，而更新接近满秩（Mukherjee 等，2025，arXiv:2505.11711）。",
+    published_zh="七种强化学习算法在十个模型上只改变 5 至 30 % 的参数，而更新接近满秩"
+    "（Mukherjee 等，2025，arXiv:2505.11711）。",
 )
