@@ -35,7 +35,6 @@ def pictures_show(
     Examples:
       bagu data pictures show umbrella
       bagu data pictures show scenes --out scenes.png
-      bagu data pictures show scene --out scene.png
     """
     from bagu.data.pictures.command import show
 

@@ -25,7 +25,6 @@ plans = Verbs(
     Examples:
       bagu plan --model llama3-70b --gpus 512 --gpu h100 --tokens 2e12
       bagu plan --serve --model llama3-8b --gpu h200 --rate 20 --tpot 30ms
-      bagu plan --model runs/train --workers "2x cpu:1" --batch 16
     """
 )
 
