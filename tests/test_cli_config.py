@@ -36,7 +36,7 @@ def test_a_toml_file_sets_options_and_the_command_line_wins(tmp_path: Path, star
     serve("folder", "--config", str(path), "--max-num-seqs", "4")
     serve("--max-num-seqs", "4", "folder", "--config", str(path))
     first, second = started
-    loader, engine, server, _ = first
+    loader, engine, server, *_ = first
     assert first == second and loader.model == "folder"
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.threads) == (4, 512, 2)
     assert (engine.prefix_cache, engine.quantization, engine.tp) == (False, "int8", 1)
@@ -48,7 +48,7 @@ def test_a_json_file_may_name_the_model(tmp_path: Path, started: list[Any]) -> N
     path = tmp_path / "serve.json"
     path.write_text(json.dumps({"model": "folder", "served_model_name": "one", "kv_memory": None, "block_size": 32}))
     serve("--config", str(path))
-    ((loader, engine, server, _),) = started
+    ((loader, engine, server, *_),) = started
     assert loader.model == "folder" and engine.block_size == 32 and engine.kv_memory is None
     assert server.served_model_name == ("one",)
 

@@ -84,7 +84,7 @@ def test_a_reward_model_scores_an_answer_to_a_question(reward: Running) -> None:
         ("/v1/score", {"text_1": "a", "text_2": "a " * MAX_LEN}, "text_2"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents.0.text"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
 )
