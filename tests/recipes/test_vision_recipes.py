@@ -18,7 +18,7 @@ from bagu.recipes.vision.command import demo_vision, train_main
 from bagu.recipes.vision.evaluate import best_iou, kmeans, unseen_concepts
 from bagu.recipes.vision.policy import rewarded_batch
 from bagu.recipes.vision.run import VisionRun, load_vision, new_tokenizer, train_vision, vision_recipe, with_steps
-from bagu.train.vision_losses import RewardedLoss
+from bagu.train.objectives.vision_losses import RewardedLoss
 from bagu.types import IGNORE
 
 TINY = {

@@ -15,7 +15,7 @@ from bagu.data.pictures.paint import painted
 from bagu.data.pictures.read import decode, pairs_of
 from bagu.data.pictures.scenes import DESCRIBE, Scene, draw_scenes, paint_scenes
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.train.vision_losses import PictureBatch, packed_texts
+from bagu.train.objectives.vision_losses import PictureBatch, packed_texts
 from bagu.types import IGNORE
 
 Make = Callable[[torch.Generator], PictureBatch]

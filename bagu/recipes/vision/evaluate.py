@@ -19,7 +19,7 @@ from bagu.nn.vision.vit import ViT
 from bagu.nn.vision.vlm import VLM
 from bagu.recipes.vision.batches import prompt_of
 from bagu.recipes.vision.run import Seeing
-from bagu.train.vision_losses import packed_texts
+from bagu.train.objectives.vision_losses import packed_texts
 
 CHUNK = 128
 

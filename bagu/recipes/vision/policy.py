@@ -20,7 +20,7 @@ from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.images.prompt import PromptImage
 from bagu.serve.request import Request, Sampling, TokenEvent
-from bagu.train.vision_losses import PictureBatch, packed_texts
+from bagu.train.objectives.vision_losses import PictureBatch, packed_texts
 from bagu.types import IGNORE
 
 LONGEST = 12  # tokens of an answer; names have up to 8

@@ -47,7 +47,7 @@ from bagu.runs.observer import Observer
 from bagu.runs.progress import TrainProgress
 from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
 from bagu.train.loss import Loss
-from bagu.train.vision_losses import AnswerLoss, RewardedLoss, TowersLoss
+from bagu.train.objectives.vision_losses import AnswerLoss, RewardedLoss, TowersLoss
 
 MODEL, TOKENIZER = "model", "tokenizer"
 Kind = Literal["clip", "groupvit", "vlm", "scenes"]
