@@ -1,4 +1,4 @@
-"""Does a contrastive loss need a large batch? A picture is told apart from the others of its batch only.
+"""Does a contrastive loss need a large batch? Its negatives are the other pictures of the batch.
 
 The recipe `clip` on glyphs, with batches of 16, 64 and 256 and the same number of pictures in all: a small batch has
 more steps. Each size has the better of two learning rates.

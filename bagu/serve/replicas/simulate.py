@@ -1,8 +1,8 @@
 """Replicas under load, simulated: the router and the predictions of the server with replicas that only count time.
 
-A simulated replica runs one request after the other (`slots` = 1 in load.py) at its own speed, which the router knows,
-or is told wrongly (`believed`). Prompts of one group begin with the same tokens, which a replica has cached while they
-are among its last `room` groups. The result has the seconds to the first token and to the end of every request.
+A simulated replica runs one request after the other (`slots` = 1 in load.py) at its own speed, which the router knows
+or assumes to be `believed`. Prompts of one group begin with the same tokens, which a replica has cached while they are
+among its last `room` groups. The result has the seconds to the first token and to the end of every request.
 """
 
 from __future__ import annotations
