@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from tests.forked import starts
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    """Python processes that this process starts are forked from one that has imported torch: tests/forked.py."""
+    with starts():
+        yield
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()  # nothing that collection makes is garbage: looking for it is a fifth of its CPU time
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # twelve thousand items, torch and Triton: a full collection would look at them again and again
+    gc.enable()

@@ -27,6 +27,7 @@ def test_there_is_a_notebook_for_each_part() -> None:
         assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells(name))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in TRAIN else ()) for name in sorted(PARTS)]
 )

@@ -90,7 +90,9 @@ LONG = {
     "quantization_quality": "test_quantization_quality.py, serve/test_quantize.py; quantization_error",
     "recomputation": "test_parallel_labs.py, train/test_step.py",
     "rope_linear": "test_training_claims.py, ops (linear_attention)",
+    "server_or_all_reduce": "bench/test_wait_benches.py; most of its 50 s are waits and starts of servers",
     "swiglu": "test_training_claims.py, test_lab_attention_kinds.py",
+    "unlike_workers": "bench/test_wait_benches.py; most of its 28 s are waits",
     "vocab_size": "test_training_claims.py, nn/test_count.py",
     "window_reach": "test_context_labs.py",
     "yarn": "test_context_labs.py, test_lab_positions.py",
@@ -141,6 +143,7 @@ SECONDS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", runnable())
 def test_a_lab_runs_and_decides(tmp_path: Path, name: str) -> None:
     run_quick([name], tmp_path)

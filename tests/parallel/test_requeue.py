@@ -95,6 +95,7 @@ def test_a_requeued_job_ends_with_the_same_bits(data: Path, tmp_path: Path, caps
     assert "was made by other code (0000000000000000" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_with_other_data_or_another_folder_are_refused(data: Path, tmp_path: Path) -> None:
     """Every rank has a current folder of its own, as on machines that share nothing."""
     for rank, place in enumerate(("a", "b")):

@@ -124,6 +124,7 @@ def events(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("forked")
 def test_workers_of_the_command_line_train_with_measured_shares_and_resume(tmp_path: Path) -> None:
     data, out = texts(tmp_path / "data"), tmp_path / "run"
     words = ["train", str(data), *flags(train__steps=4, train__save_every=2), "--set", "data.micro_batches=5"]

@@ -41,9 +41,9 @@ def flags(**changes: Any) -> list[str]:
     return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], limit: float = 240) -> Any:
     """The first true value of `condition`; fails if the process ends before."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if found := condition():
             return found

@@ -9,6 +9,7 @@ import pytest
 from bagu.process.plants import PLANTS
 from bagu.process.plants.history import csv_text, history
 from bagu.process.run import create
+from tests.forked import starts
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     past, run = history(PLANTS["reactor"], 80, 3), tmp_path_factory.mktemp("serve") / "line3"
     create(csv_text(past.table).encode(), past.schema, run, models=())
     command = [sys.executable, "-m", "bagu", "serve", str(run), "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with starts():
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     yield server.stdout.readline().split(" at ")[1].split()[0]
     server.terminate()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forked import fork_server
 from tests.fresh_cache import fresh_cache
 
 
@@ -20,6 +20,4 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def forkserver() -> Any:
     """Processes that are forked from one which has imported bagu and trained nothing: real, and started at once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bagu.recipes.training", "rollout_process"])
-    return context
+    return fork_server()

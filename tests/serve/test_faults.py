@@ -229,6 +229,7 @@ def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
     assert gone(engine)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, tiny_server.__file__, "--broken"],

@@ -23,6 +23,7 @@ def test_sources_stand_under_the_answer_and_open_at_the_passage(page: Any, serve
     assert source.locator(".passage").inner_text() == PASSAGE["text"]
     shot(page, "sources")
     source.locator("button").click()
+    page.wait_for_selector("#document-text .here")  # the text comes from the server
     assert page.locator("#document-title").inner_text() == "docs/guide.md:3"
     assert page.locator("#document-text .here").inner_text() == PASSAGE["text"]
     assert page.locator("#document img, .sources img").count() == 0  # text of a document is never HTML

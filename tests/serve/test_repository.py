@@ -20,6 +20,7 @@ import tiny_repository
 from tiny_server import KEY, Running, eventually, openai_client, running_server
 
 from bagu.cli import main
+from tests.forked import is_spawned
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 PATIENCE = 300.0  # seconds; loading takes 5 s of CPU time, and the machine may be busy
@@ -242,7 +243,7 @@ def children(server: Running) -> list[int]:
     """The engine processes of the server."""
     tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
     pids = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
-    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if is_spawned(pid)]
 
 
 @pytest.mark.slow

@@ -186,6 +186,6 @@ def test_every_list_of_a_body_ends_at_its_first_wrong_item() -> None:
 @pytest.mark.parametrize("kind", ["generator", "encoder"])
 def test_every_field_at_the_limit_of_a_body_costs_little(tmp_path: Path, kind: str) -> None:
     flags = ("--api-key", KEY, "--kind", kind)
-    with running_server(tmp_path / "log", *flags) as server:
+    with running_server(tmp_path / "log", *flags, fork=False) as server:
         server.http.headers["Authorization"] = f"Bearer {KEY}"
         assert spend(server, lambda route, path, shape: True) == []

@@ -14,6 +14,7 @@ from bagu.errors import ArgumentError
 from bagu.serve.config import EngineConfig
 from bagu.serve.engine import Engine
 from bagu.serve.request import Request, Sampling, TokenEvent
+from tests.forked import starts
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [*range(20, 60)], [5] * 17]
 FEW: dict[str, Any] = {"num_blocks": 24, "max_num_batched_tokens": 16}  # chunked prefill, and preemption
@@ -24,7 +25,8 @@ def divided() -> Iterator[Engine]:
     """Steps overlap, so that tokens go from step to step without the plan."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BAGU_START_TIMEOUT", "180")  # a loaded machine imports torch slowly
-        engine = small_engine(small_model(), tp=2, threads=1, async_scheduling=True, **FEW)
+        with starts():
+            engine = small_engine(small_model(), tp=2, threads=1, async_scheduling=True, **FEW)
     yield engine
     engine.close()
 

@@ -24,6 +24,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAGU_START_TIMEOUT", "180")  # a loaded machine imports torch slowly
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_rank_is_named_and_nothing_is_left() -> None:
     engine = small_engine(small_model(), tp=2, threads=1)
     engine.check_ranks()
@@ -38,6 +39,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left() -> None:
     assert process.returncode == -signal.SIGKILL and not torch.distributed.is_initialized()
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_of_another_rank_is_the_reason() -> None:
     """Rank 1 gets a plan that it cannot run, which rank 0 does not run."""
     engine = small_engine(small_model(), tp=2, threads=1)
@@ -94,7 +96,7 @@ def test_the_server_answers_as_one_process_and_survives_a_killed_rank(tmp_path: 
         return alone.generate([tokenizer.encode(prompt)], sampling)[0].text
 
     with ExitStack() as stack:
-        running = stack.enter_context(running_server(tmp_path / "stderr", "--tp", "2"))
+        running = stack.enter_context(running_server(tmp_path / "stderr", "--tp", "2", fork=False))
         client = stack.enter_context(openai_client(running.url))
 
         def answer(temperature: float) -> str:

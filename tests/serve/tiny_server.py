@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,12 +91,14 @@ class Running:
 
     def engine_pids(self) -> list[int]:
         """The engine processes, in the order of their start: the children that are not the resource tracker."""
+        from tests import forked  # here, since scripts import this file too, without the tests' folder in their path
+
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         threads = [
             c for t in Path(f"/proc/{self.process.pid}/task").iterdir() for c in (t / "children").read_text().split()
         ]
         pids = sorted(map(int, {*children, *threads}))
-        engines = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        engines = [pid for pid in pids if forked.is_spawned(pid)]
         assert engines, "the server has no engine process"
         return engines
 
@@ -108,10 +110,15 @@ class Running:
 
 
 @contextmanager
-def running_server(log: Path, *flags: str, ready: bool = True, script: str = __file__) -> Iterator[Running]:
-    """Start a server process, and kill it at the end. With `ready`, wait until it is warmed up."""
+def running_server(
+    log: Path, *flags: str, ready: bool = True, script: str = __file__, fork: bool = True
+) -> Iterator[Running]:
+    """Start a server process, and kill it at the end. With `ready`, wait until it is warmed up. Without `fork` it has
+    the memory and the imports of a server (tests/forked.py)."""
+    from tests import forked
+
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    with log.open("w") as errors:
+    with log.open("w") as errors, forked.starts() if fork else nullcontext():
         process = subprocess.Popen(
             [sys.executable, script, *flags], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from bagu.train import TrainConfig, checkpoint, fit
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
 from bagu.types import Batch
+from tests.forked import fork_server
 
 STEPS = 16
 OPTIONS = {"steps": STEPS, "save_every": 2, "keep_last": 2, "optimizer": {"lr": 0.01}}
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 @pytest.fixture(scope="module")
 def server() -> Any:
     """Processes forked from one that has imported torch and computed nothing: each is real, and starts at once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bagu.train", "bagu.data.loader", "bagu.nn.init"])
-    return context
+    return fork_server()
 
 
 def steps_written(folder: Path) -> int:
