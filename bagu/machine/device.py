@@ -100,6 +100,15 @@ def onednn_has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def has_bf16_instructions() -> bool:
+    """Whether the CPU multiplies bf16 itself: AMX, AVX512_BF16, or ARM's BF16; older ones of both families do not.
+    oneDNN has a bf16 matmul on any AVX-512 too, in fp32, where the bits of a row depend on its place in a block (a
+    Cascade Lake Xeon, three threads)."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return onednn_has_bf16()
+
+
 # Dense bf16 FLOP/s from the vendor's data sheets. By convention MFU is a fraction of these, not of a measured ceiling.
 VENDOR_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 

@@ -12,7 +12,7 @@ from bagu.config import write_atomic
 from bagu.errors import BackendError
 
 # recorded in the table of events; neither printed nor marked on charts
-ROUTINE_EVENTS = frozenset({"start", "save"})
+ROUTINE_EVENTS = frozenset({"start", "save", "threads"})
 
 Metrics = Mapping[str, float | int | None]
 

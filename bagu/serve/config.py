@@ -87,7 +87,8 @@ class EngineConfig:
     max_num_batched_tokens: Annotated[int | None, Option("Maximum tokens per step. Default: 2048, on a GPU 16384.")] = (
         None
     )
-    block_size: Annotated[int | None, Option("Tokens per KV block. Default: 16.")] = None  # on a GPU: kv/pool.py
+    # on a GPU: kv/pool.py; for images: engine.py
+    block_size: Annotated[int | None, Option("Tokens per KV block. Default: 16; 1 for images on a CPU.")] = None
     # of each rank; None: torch's (`bagu serve` sets the number of cores - 1)
     threads: Annotated[int | None, Option("CPU threads of the engine. Default: one fewer than cores.")] = None
     kv_dtype: Annotated[Literal["auto", "int8", "fp8"], KV_DTYPE] = "auto"
@@ -145,6 +146,7 @@ class EngineConfig:
     memory_share: float | None = None  # fraction of the device's memory for this engine alone, beside other engines
     async_scheduling: bool | None = None  # plan the next step while one runs; None: only on a GPU
     speculative_always: bool = False  # verify every draft, also where it is measured to lose time
+    adjust_threads: bool = True  # decode with fewer threads while other processes use the CPU's cores
     cuda_graphs: bool = True  # run decode steps as CUDA graphs; no effect on a CPU
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     warmup_prompts: tuple[str, ...] = ()  # run before the server takes requests; one that fails stops the start

@@ -21,12 +21,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bagu import ops
 from bagu.errors import ArgumentError
+from bagu.machine.busy import ThreadCount
 from bagu.machine.device import named_device
 from bagu.nn.model import Transformer
 from bagu.nn.peft import Adapter
@@ -52,6 +54,10 @@ from bagu.serve.tp.group import Ranks
 from bagu.serve.tp.lead import start_ranks
 from bagu.serve.ways import Staged
 from bagu.types import Tokenizer
+
+# Tokens per KV block of a model with images on a CPU. An image of 16 tokens and a question are 26: of blocks of 16 a
+# second request finds 62 %, of blocks of 1 96 %. Decoding 16 sequences takes 10 % more CPU time than with blocks of 16.
+IMAGE_BLOCK = 1
 
 
 class Engine(GenerationMixin):
@@ -87,12 +93,15 @@ class Engine(GenerationMixin):
         if config.device is not None:
             device = named_device(None if config.device == "auto" else config.device)
         self.ranks: Ranks | None = None
+        self._threads: ThreadCount | None = None  # none: their number stays
         if config.tp > 1:
             self.ranks, model = start_ranks(model, config, device)
         else:
             model.to(device)
         if self.images is not None:
             self.images.model.to(device)
+            if config.block_size is None and device.type == "cpu":
+                config = replace(config, block_size=IMAGE_BLOCK)
         try:
             self._build(model, tokenizer, config, draft)
         except BaseException:
@@ -123,6 +132,9 @@ class Engine(GenerationMixin):
         self._launched: LaunchedStep | None = None
         self._unreturned: list[Event] = []  # events of a step that `load_adapter` committed
         self._counter = StepCounter()
+        if config.adjust_threads and self.ranks is None and self.runner.device.type == "cpu":
+            self._threads = ThreadCount()
+        self._said_busy = False
         for name, path in config.adapters:
             self.load_adapter(name, path)
 
@@ -131,6 +143,7 @@ class Engine(GenerationMixin):
     def step(self) -> list[Event]:
         """Run one step for every running sequence and return its events; an empty list if there is nothing to run.
         With overlapping steps, the events are those of the previous step."""
+        self._adjust_threads()
         began = time.perf_counter()
         with self.computing():
             plan = self.scheduler.plan()
@@ -284,8 +297,23 @@ class Engine(GenerationMixin):
 
     def close(self) -> None:
         """End the processes of the other ranks, if tp > 1. The engine cannot be used afterwards."""
+        if self._threads is not None:
+            self._threads.close()
         if self.ranks is not None:
             self.ranks.close()
+
+    def _adjust_threads(self) -> None:
+        """Go on with fewer threads while other processes use the cores, and with all of them again."""
+        threads = None if self._threads is None else self._threads.adjust()
+        if threads is None or self._threads is None or self._said_busy:
+            return
+        self._said_busy = True
+        warnings.warn(
+            f"other processes use the CPU: the engine goes on with {threads} of {self._threads.most} threads, and with "
+            "all of them when cores are idle",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     # --- internals ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The training loop: take batches, run updates, evaluate, sample and save when due, and notify the observers.
 
 A run can be killed at any time. If it is resumed from its last checkpoint, it ends with the same bits as an
-uninterrupted run, because a step is a function of only the state and `data_step`.
+uninterrupted run, because a step is a function of only the state and `data_step`. On a CPU the last bits depend on the
+number of threads too, which is lower while other processes use the cores: a resume then says that it was.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from bagu.config import diff, to_dict
 from bagu.errors import ArgumentError
+from bagu.machine.busy import ThreadCount
 from bagu.nn.hollow import Values
 from bagu.nn.model import Transformer
 from bagu.ops.call.eager import force_eager
@@ -122,6 +124,7 @@ def fit(
         run.begin(resume=resume, callback=begin)
         stop = config.steps if pause_after is None else min(pause_after, config.steps)
         while state.step < stop and not _stopping(state, interrupt) and state.ended is None:
+            run.adjust_threads()
             meters.start()
             state.stop_asked = interrupt.asked
             if served is None:
@@ -224,6 +227,10 @@ class _Run:
         self.failure: checkpoint.CheckpointError | None = None  # of the last save
         self.saved_at: int | None = None  # the data_step of the last save
         self.saves = 0
+        # ranks that compute the same values need the same number of threads, so only a run of one process changes it
+        alone = state.mesh is None and served is None and state.device.type == "cpu"
+        self.threads = ThreadCount() if alone and not state.config.deterministic else None
+        self.fewer_steps = 0  # computed with fewer threads than at the start, in the whole run
         config = state.config
         self.saver = None if folder is None else Saver(folder, keep_last=config.keep_last, keep_best=config.keep_best)
         self._loading = contextlib.ExitStack()
@@ -234,6 +241,8 @@ class _Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
         self._loading.close()
+        if self.threads is not None:
+            self.threads.close()
         if self.served is not None:
             self.served.close()
         if self.saver is not None:
@@ -248,6 +257,15 @@ class _Run:
     def notify(self, what: str, *args: Any, **facts: Any) -> None:
         for observer in self.observers:
             getattr(observer, what)(*args, **facts)
+
+    def adjust_threads(self) -> None:
+        """Go on with fewer threads while other processes use the cores, and with all of them again."""
+        if self.threads is None:
+            return
+        if (threads := self.threads.adjust()) is not None:
+            kind = "threads" if self.fewer_steps else "busy_machine"  # the progress line says it once
+            self.notify("on_event", kind, self.state.step, threads=threads, of=self.threads.most)
+        self.fewer_steps += self.threads.fewer
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -272,6 +290,7 @@ class _Run:
             "config": self.settings,
             "identity": self.identity,
             "validation_loss": self.state.best.score_of(row),
+            "steps_on_fewer_threads": self.fewer_steps,
         }
         self.saves += 1
         if self.writes:
@@ -345,7 +364,10 @@ class _Run:
             self.notify("on_event", "worker_joined", self.state.step)
         elif path is not None:
             changed = diff(checkpoint.state_of(path)["config"], self.settings)
-            self.notify("on_event", "resume", self.state.step, checkpoint=path.name, changed=changed)
+            facts = {"checkpoint": path.name, "changed": changed}
+            if self.fewer_steps:  # torch's sums over rows depend on how many threads divide them
+                facts["steps_on_fewer_threads"] = f"{self.fewer_steps}: not the bits of an idle machine"
+            self.notify("on_event", "resume", self.state.step, **facts)
 
     def _restored(self) -> tuple[Path | None, list[checkpoint.BadCheckpoint]]:
         """Load the last good checkpoint into the state. Return it and the later, bad ones. Writes nothing."""
@@ -366,6 +388,7 @@ class _Run:
                 )
         checkpoint.restore(path, self.state)
         self.checkpoint = path
+        self.fewer_steps = checkpoint.state_of(path).get("steps_on_fewer_threads", 0)  # earlier versions: none
         return path, bad
 
     def _set_aside(self, bad: Sequence[checkpoint.BadCheckpoint]) -> None:

@@ -45,10 +45,10 @@ class TrainConfig:
     warns otherwise. `activation_checkpointing` keeps the input of each block ("block"), or its matrix products
     and attention ("selective"), and recomputes the rest in the backward. `precision` "fp8" rounds the operands of the
     products of linear layers, except the head's, to 8 bits (nn/fp8.py); null leaves them in the model's dtype.
-    `deterministic` makes a GPU run bitwise
-    reproducible, and slower. `…_every` counts steps; null is never, and a save also happens at the end.
-    `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the best evaluation; `best` says what the
-    best is, and when a run that no longer improves ends.
+    `deterministic` makes a GPU run bitwise reproducible, and slower; on a CPU it keeps the number of threads, which
+    otherwise is lower while other processes use the cores. `…_every` counts steps; null is never, and a save also
+    happens at the end. `keep_best` keeps, besides the last `keep_last` checkpoints, the one with the best evaluation;
+    `best` says what the best is, and when a run that no longer improves ends.
 
     `mesh` divides the run over ranks (parallel/mesh.py). `zero` is the ZeRO stage of its `shard` dimension; null is 3,
     or 1 with a pipeline. `offload` keeps the divided masters and optimizer state in host memory, and updates there.
