@@ -16,6 +16,9 @@ _CPU_6M = ModelConfig(
 )  # fmt: skip
 
 PRESETS: dict[str, ModelConfig] = {
+    "cpu_1m": replace(  # 1M with a vocabulary of 768: for texts of a few hundred words
+        _CPU_6M, vocab_size=768, hidden_size=128, num_layers=4, head_dim=32, intermediate_size=384, max_len=512
+    ),
     "cpu_6m": _CPU_6M,  # 5.9M: learns a few megabytes of text on two CPU cores in minutes
     "cpu_8m": replace(_CPU_6M, vocab_size=8192, num_layers=8, max_len=4096),  # a variant for inference
     "bert_6m": ModelConfig(

@@ -1,7 +1,7 @@
 """Batch-invariant ops on a CPU by invariant_rows.cpp: one row costs one row, not a block of 16.
 
 The choice between this and PyTorch must not depend on the batch, so it depends only on the dtype and the terms of a
-score. The C++ computes fp32, and bf16 if the CPU has no bf16 products: with AMX a block of 16 rows is one instruction.
+score. The C++ computes fp32, and bf16 if the CPU has no bf16 instructions: AMX multiplies 16 rows in one.
 
 A `Program` is a list of calls over fixed memory that runs as one call of C++: a decode step of a small model has about
 100 ops, and Python takes longer for them than the C++ (serve/cpu/invariant_decode.py).
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bagu.machine import native
-from bagu.machine.device import onednn_has_bf16
+from bagu.machine.device import has_bf16_instructions
 
 SOURCE = "ops/invariant/invariant_rows.cpp"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -92,7 +92,7 @@ def _run(kind: Kind, dtype: torch.dtype, **args: Any) -> None:
 
 def available(dtype: torch.dtype) -> bool:
     """Whether the C++ computes this dtype on this machine."""
-    narrow = dtype == torch.bfloat16 and not onednn_has_bf16()
+    narrow = dtype == torch.bfloat16 and not has_bf16_instructions()
     return (dtype == torch.float32 or narrow) and native.library(SOURCE) is not None
 
 
