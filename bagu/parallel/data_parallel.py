@@ -7,6 +7,7 @@ communication. Ranks must start collectives in the same order, so a bucket also 
 order is that of the backward, from the last layer to the first.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,15 +50,20 @@ def backward_order(buckets: Sequence[Bucket], depth: Sequence[int]) -> list[Buck
 class Reducer:
     """Starts `reduce` for each bucket when its parameters are ready, in order; `finish` starts the rest and waits.
 
-    `reduce` starts the collective of a bucket and returns its handle, or None if there is nothing to wait for.
+    `reduce` starts the collective of a bucket and returns its handle, or None if there is nothing to wait for. A handle
+    keeps what it sends alive: with `most`, no more collectives than that are open at once. `done` is called after each.
     """
 
-    def __init__(self, mesh: Mesh, buckets: Sequence[Bucket], reduce: Callable[[Bucket], dist.Work | None]) -> None:
-        self.mesh, self.buckets, self.reduce = mesh, tuple(buckets), reduce
+    def __init__(
+        self, mesh: Mesh, buckets: Sequence[Bucket], reduce: Callable[[Bucket], dist.Work | None], *,
+        most: int | None = None, done: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:  # fmt: skip
+        self.mesh, self.buckets, self.reduce, self.done = mesh, tuple(buckets), reduce, done
+        self._most = len(self.buckets) if most is None else most
         self._bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.members}
         self._waiting: list[int] = []
         self._next = len(self.buckets)
-        self._works: list[dist.Work | None] = []
+        self._works: deque[tuple[Bucket, dist.Work | None]] = deque()
 
     @property
     def begun(self) -> bool:
@@ -67,7 +73,8 @@ class Reducer:
     def begin(self) -> None:
         """Start to reduce: from now on gradients are complete when they arrive."""
         self._waiting = [len(bucket.members) for bucket in self.buckets]
-        self._next, self._works = 0, []
+        self._next = 0
+        self._works.clear()
 
     def ready(self, index: int) -> None:
         """The gradient of a parameter is complete on this rank."""
@@ -79,12 +86,21 @@ class Reducer:
         """Reduce the buckets of parameters that had no gradient too, and wait for all of them."""
         while self._next < len(self.buckets):
             self._start()
-        wait_for(self.mesh, *self._works)
-        self._works, self._waiting = [], []
+        self._wait(0)
+        self._waiting = []
 
     def _start(self) -> None:
-        self._works.append(self.reduce(self.buckets[self._next]))
+        self._wait(self._most - 1)
+        bucket = self.buckets[self._next]
+        self._works.append((bucket, self.reduce(bucket)))
         self._next += 1
+
+    def _wait(self, left: int) -> None:
+        """Wait for the oldest collectives until at most `left` are open."""
+        while len(self._works) > left:
+            bucket, work = self._works.popleft()
+            wait_for(self.mesh, work)
+            self.done(bucket)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Literal, Protocol
 
 from bagu.config import ConfigError, to_dict
 from bagu.data import BpeTokenizer, Corpus, DataConfig, Selection, SourceConfig
@@ -20,6 +20,7 @@ from bagu.train.loop import Batches
 from bagu.train.loss import BatchT, BatchT_co, Loss
 
 NO_MODELS: Mapping[str, Transformer] = MappingProxyType({})
+WholeModel = Literal["never", "prepare", "loss"]
 
 
 class RunLoader(Batches[BatchT_co], Protocol[BatchT_co]):
@@ -74,6 +75,12 @@ class Objective(ABC, Generic[BatchT]):
     """
 
     kind: str
+
+    @property
+    def whole_model(self) -> WholeModel:
+        """When a rank needs the whole trained model with its initial weights: "never", in "prepare", or for the "loss"
+        too. Under ZeRO a rank then never has it, releases it before the states are made, or loads it as on one rank."""
+        return "loss"
 
     def check_run(self, run: RunSettings) -> None:
         """Raise ConfigError for run settings that this objective does not support."""

@@ -14,6 +14,7 @@ from bagu.config import override
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.nn.config import ModelConfig, MoEConfig
+from bagu.nn.hollow import is_hollow
 from bagu.nn.init import init_weights
 from bagu.nn.model import Transformer
 from bagu.parallel.mesh import open_mesh
@@ -75,12 +76,14 @@ def make(folder: Path, kind: str) -> Run:
     return override(run, [*SETTINGS, *more])
 
 
-def go(run: Run, out: Path, *, alone: bool) -> None:
+def go(run: Run, out: Path, *, alone: bool) -> bool:
+    """Train; whether this rank's model is hollow afterwards, because only rank 0 gets all weights."""
     mesh = None
     if not alone:
         os.environ["BAGU_CACHE"] = str(out.parent / "cache")  # of the rank's process, which runs tests only
         mesh = open_mesh(run.train.mesh, tiny.CPU)
-    train(run, out, mesh=mesh, progress=_Silent())
+    trained = train(run, out, mesh=mesh, progress=_Silent())
+    return any(is_hollow(p) for p in trained.model.parameters())
 
 
 class _Silent:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -23,19 +22,9 @@ import torch
 import torch.distributed as dist
 
 from bagu.cli import main
+from tests.forked import fork_server
 
 TIMEOUT = 240  # seconds for one call on all ranks: far above what a loaded machine needs
-
-
-def forkserver() -> Any:
-    """The server that ranks are forked from."""
-    context = multiprocessing.get_context("forkserver")
-    # pipelines, selective recomputation and DTensor import _dynamo: 1.6 s of CPU, which each rank would pay
-    context.set_forkserver_preload(
-        ["pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining",
-         "bagu.train.loop", "bagu.recipes.command"]
-    )  # fmt: skip
-    return context
 
 
 def free_port() -> int:
@@ -45,15 +34,15 @@ def free_port() -> int:
         return port
 
 
-def run_bagu(number: int, words: Sequence[str], log: Path) -> list[int | None]:
+def run_bagu(number: int, words: Sequence[str], log: Path, limit: float = TIMEOUT) -> list[int | None]:
     """The exit codes of `bagu WORDS` on this many ranks, with torchrun's variables. Output goes to `log`."""
     shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
-    started = [forkserver().Process(target=_bagu, args=(words, env, log), daemon=True) for env in environments]
+    started = [fork_server().Process(target=_bagu, args=(words, env, log), daemon=True) for env in environments]
     for process in started:
         process.start()
     for process in started:
-        process.join(TIMEOUT)
+        process.join(limit)
         process.kill()
         process.join()
     return [process.exitcode for process in started]
@@ -99,7 +88,7 @@ class Ranks:
     """`number` processes. `run` returns the result of each rank, and raises if one of them raised."""
 
     def __init__(self, number: int) -> None:
-        context = forkserver()
+        context = fork_server()
         self._folder, self._calls = tempfile.TemporaryDirectory(), 0
         self._pipes, self._processes = [], []
         for rank in range(number):

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+LIMIT_S = 1200  # of each run: five processes that import torch, three times, on machines that may be busy
 INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
 
@@ -88,7 +89,7 @@ def torchrun(
 
 def ended(jobs: Sequence[subprocess.Popen[str]], logs: Path) -> tuple[list[int], list[str]]:
     """The exit codes and the logs."""
-    codes = [job.wait(timeout=300) for job in jobs]
+    codes = [job.wait(timeout=LIMIT_S) for job in jobs]
     return codes, [(logs / f"log-{i}").read_text() for i in range(len(jobs))]
 
 
@@ -105,10 +106,10 @@ def rank_of(machine: Machine) -> int | None:
 def test_torchrun_on_two_machines_survives_the_loss_of_a_rank(machines: list[Machine], tmp_path: Path) -> None:
     """With the bits of two ranks of one machine, unbroken."""
     once, shared = tmp_path / "once", tmp_path / "shared"
-    assert ranks.run_bagu(2, command(machines[0].folder / "data", once), tmp_path / "log") == [0, 0]
+    assert ranks.run_bagu(2, command(machines[0].folder / "data", once), tmp_path / "log", LIMIT_S) == [0, 0]
     jobs = torchrun(machines, command(Path("data"), shared), tmp_path, 3)
     try:
-        wait_for(lambda: checkpoint_after(shared, 0), jobs[0])
+        wait_for(lambda: checkpoint_after(shared, 0), jobs[0], LIMIT_S)
         rank = rank_of(machines[1])
         assert rank is not None
         os.kill(rank, signal.SIGKILL)

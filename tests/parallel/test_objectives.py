@@ -15,9 +15,13 @@ from tests.fresh_cache import fresh_cache
 MESHES = {
     "sft": ["train.mesh.dp=2", "train.mesh.tp=2", "train.mesh.pp=2", "train.mesh.cp=2"],
     "mlm": ["train.mesh.shard=2", "train.mesh.tp=2", "train.mesh.cp=2 train.context_parallel=ulysses"],
-    "distill": ["train.mesh.shard=2"],
-    "dpo": ["train.mesh.shard=2", "train.mesh.ep=2"],
-    "reward": ["train.mesh.dp=2"],
+    "distill": ["train.mesh.shard=2 train.zero=3"],
+    "dpo": [
+        "train.mesh.shard=2 train.zero=3",
+        "train.mesh.ep=2",
+        "train.mesh.shard=2 train.zero=3 objective.reference=live",
+    ],
+    "reward": ["train.mesh.dp=2", "train.mesh.shard=2 train.zero=3"],
 }
 
 
@@ -33,7 +37,8 @@ def test_an_objective_has_the_metrics_of_one_process(
     weights = dict(load_model(tmp_path / "alone").named_parameters())
     for number, settings in enumerate(MESHES[kind]):
         out = tmp_path / f"ranks-{number}"
-        two.run(objectives.go, override(run, settings.split()), out, alone=False)
+        hollow = two.run(objectives.go, override(run, settings.split()), out, alone=False)
+        assert hollow[0] is False and ("zero=3" not in settings or hollow[1] is ("live" not in settings)), settings
         ranks = objectives.rows_of(out)
         assert len(alone) == len(ranks) == 4
         for one, other in zip(alone, ranks, strict=True):

@@ -14,7 +14,7 @@ are summed over the ranks; sharded.py divides the buffers over them.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -104,6 +104,22 @@ def master_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
 
 
+def lay_out(
+    by_name: Mapping[str, nn.Parameter], role_of: Mapping[str, Role], spread: SpreadOf = everywhere
+) -> tuple[Segment, ...]:
+    """The places of parameters in flat buffers: by role, dtype and spread, each in the order of the model."""
+    order = list(Role)
+    names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype), spread(n)))  # stable
+    segments, end = [], 0
+    for (role, dtype), members in groupby(names, key=lambda n: (role_of[n], by_name[n].dtype)):
+        start, slots = end, []
+        for name in members:
+            slots.append(Slot(name=name, parameter=by_name[name], start=end))
+            end += -(-by_name[name].numel() // ALIGN) * ALIGN
+        segments.append(Segment(role=role, dtype=dtype, start=start, stop=end, slots=tuple(slots)))
+    return tuple(segments)
+
+
 class GradientHooks:
     """Moves every gradient out of autograd as soon as it is complete: hooks on the parameters of `slots`."""
 
@@ -148,18 +164,9 @@ class FlatParameters:
         by_name, role_of = trained(model), roles(model)
         self.device = next(iter(by_name.values())).device
         self.dtype, self.role_of = master_dtype(by_name.values()), role_of
-        order = list(Role)
-        # stable: model order
-        names = sorted(role_of, key=lambda n: (order.index(role_of[n]), str(by_name[n].dtype), spread(n)))
-        segments, end = [], 0
-        for (role, dtype), members in groupby(names, key=lambda n: (role_of[n], by_name[n].dtype)):
-            start, slots = end, []
-            for name in members:
-                slots.append(Slot(name=name, parameter=by_name[name], start=end))
-                end += -(-by_name[name].numel() // ALIGN) * ALIGN
-            segments.append(Segment(role=role, dtype=dtype, start=start, stop=end, slots=tuple(slots)))
-        self.segments = tuple(segments)
+        self.segments = lay_out(by_name, role_of, spread)
         self.slots = [slot for segment in self.segments for slot in segment.slots]
+        end = self.segments[-1].stop
         self.master = torch.zeros(end, dtype=self.dtype, device=self.device)
         self._compute = [self._adopt(segment, values) for segment in self.segments]
         self.gradients = WholeGradients(self.slots, end, self.dtype, self.device)

@@ -7,7 +7,8 @@ summed; a bucket or unit has parameters of one spread.
 
 `WholeGradients` keeps the gradient of every parameter. Its ranks are summed once a step, during the last backward.
 `DividedGradients` (ZeRO-2 and -3) keeps this rank's part. Each backward pass fills a temporary buffer per unit, which
-is reduce-scattered when it is complete: m micro-batches cost m reduce-scatters.
+is reduce-scattered when it is complete: m micro-batches cost m reduce-scatters. At most OPEN of them are open at once,
+because each keeps the whole gradient of a unit alive: the next one waits for the last, as the backward goes on.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from bagu.parallel.data_parallel import Bucket, Reducer, backward_order, buckets
 from bagu.parallel.mesh import Mesh
 from bagu.parallel.spread import Spread, sum_ends
 from bagu.parallel.zero import Unit
+
+OPEN = 1  # reduce-scatters: that of one unit overlaps the backward of the next, as in FSDP2
 
 
 class Place(Protocol):
@@ -149,9 +152,10 @@ class DividedGradients:
         self._by_start = {unit.start: unit for unit in units}
         self._unit_of = {index: unit for unit in units for index in unit.members}
         self._filling: dict[int, torch.Tensor] = {}  # a unit's whole gradient in this backward, by its start
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # (a reduced part, where to add it)
+        self._later: dict[int, torch.Tensor] = {}  # being reduced, to be added to those of earlier backwards
         self._first = True
-        self._reducer = Reducer(mesh, backward_order([unit.bucket for unit in units], depth), self._reduce)
+        order = backward_order([unit.bucket for unit in units], depth)
+        self._reducer = Reducer(mesh, order, self._reduce, most=OPEN, done=self._add)
         runs = [list(run) for _, run in groupby(units, key=lambda unit: unit.spread)]  # adjacent ones at once
         self._parts = [(self.grad[r[0].local : r[-1].local + r[-1].part_size], r[0].spread) for r in runs]
         self._counted = [part for part, spread in self._parts if spread.counted(mesh, divided=True)]
@@ -168,14 +172,21 @@ class DividedGradients:
 
     def _reduce(self, bucket: Bucket) -> dist.Work | None:
         unit = self._by_start[bucket.start]
-        whole, place = self._whole(unit), self.grad[unit.local : unit.local + unit.part_size]
+        whole, part = self._whole(unit), self._place(unit)
         del self._filling[unit.start]
-        part = place if self._first else torch.empty_like(place)
-        work = reduce_scatter(self.mesh, part, whole, "shard", async_op=True)
         if not self._first:
-            self._sums.append((part, place))
+            part = self._later[unit.start] = torch.empty_like(part)
+        work = reduce_scatter(self.mesh, part, whole, "shard", async_op=True)
         self.used(unit)
         return work
+
+    def _add(self, bucket: Bucket) -> None:
+        """A unit is reduced: add its part to those of earlier backwards."""
+        if not self._first:
+            self._place(self._by_start[bucket.start]).add_(self._later.pop(bucket.start))
+
+    def _place(self, unit: Unit) -> torch.Tensor:
+        return self.grad[unit.local : unit.local + unit.part_size]
 
     def begin(self, backwards: int | None) -> None:
         self._first = True
@@ -183,9 +194,7 @@ class DividedGradients:
 
     def end_backward(self) -> None:
         self._reducer.finish()
-        for part, place in self._sums:
-            place.add_(part)
-        self._sums, self._first = [], False
+        self._first = False
         self._reducer.begin()
 
     def finish(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ from bagu.config import ConfigError
 from bagu.data import BpeTokenizer, Corpus, DataConfig, Selection, SourceConfig
 from bagu.nn import ModelConfig, Transformer
 from bagu.runs.display import Display, Headline
-from bagu.train.objective import NO_MODELS, TrainingData
+from bagu.train.objective import NO_MODELS, TrainingData, WholeModel
 from bagu.train.objectives.distillation import DistillationLoss, TeacherObjective
 from bagu.train.objectives.language_modelling import NEXT_TOKEN_DISPLAY, LanguageModelling
 from bagu.train.objectives.sft import SupervisedFineTuning
@@ -28,6 +28,10 @@ class Distillation(TeacherObjective[Batch]):
     kind: Literal["distill"] = "distill"
     data: Literal["text", "chats"] = "text"
     cross_entropy: float = 0.0
+
+    @property
+    def whole_model(self) -> WholeModel:
+        return "never"  # the teacher is a model of its own, which every rank loads
 
     def __post_init__(self) -> None:
         super().__post_init__()

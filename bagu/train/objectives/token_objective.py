@@ -8,7 +8,7 @@ from bagu.data.loader import DataConfig, Loader, Transform, check_vocab, evaluat
 from bagu.data.store import TokenStore
 from bagu.nn.model import Transformer
 from bagu.train.cross_entropy import CrossEntropy, check_z_loss
-from bagu.train.objective import NO_MODELS, Objective, SourceSize, TrainingData
+from bagu.train.objective import NO_MODELS, Objective, SourceSize, TrainingData, WholeModel
 from bagu.types import Batch
 
 
@@ -20,6 +20,10 @@ class TokenObjective(Objective[Batch]):
 
     def __post_init__(self) -> None:
         check_z_loss(self.z_loss)
+
+    @property
+    def whole_model(self) -> WholeModel:
+        return "never"
 
     def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> CrossEntropy:
         return CrossEntropy(z_loss=self.z_loss)

@@ -19,7 +19,7 @@ from bagu.machine.cache import cache_folder
 from bagu.nn import ModelConfig, Transformer
 from bagu.runs.display import Curve, Display, Headline
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import NO_MODELS, TrainingData, check_causal
+from bagu.train.objective import NO_MODELS, TrainingData, WholeModel, check_causal
 from bagu.train.preference import formulas as losses
 from bagu.train.preference.preference_objective import (
     PreferenceData,
@@ -96,6 +96,13 @@ class PreferenceOptimization(PreferenceObjective):
         if self.variant == "simpo":
             return None
         return self.reference or ("live" if self.variant == "kto" else "cached")
+
+    @property
+    def whole_model(self) -> WholeModel:
+        kept = self.keeps_reference
+        if kept == "live":
+            return "loss"
+        return "never" if kept is None else "prepare"
 
     def check_model(self, model: ModelConfig) -> None:
         check_causal(self.kind, model)

@@ -16,7 +16,7 @@ from bagu.data.preference_batch import PreferenceBatch
 from bagu.nn import ModelConfig, Output, Transformer
 from bagu.runs.display import Curve, Display, Headline, Table
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss
-from bagu.train.objective import NO_MODELS, RunSettings
+from bagu.train.objective import NO_MODELS, RunSettings, WholeModel
 from bagu.train.preference.calibration import BINS, brier_score, calibration_error, reliability
 from bagu.train.preference.formulas import bradley_terry
 from bagu.train.preference.preference_objective import PreferenceObjective, PreferenceTotals, right_share
@@ -37,6 +37,10 @@ class RewardModelling(PreferenceObjective):
             raise ConfigError(f"label_smoothing is {self.label_smoothing}", hint="a probability from 0 to below 0.5")
         if self.center < 0:
             raise ConfigError(f"center is {self.center}", hint="0 or more; 0.01 is usual")
+
+    @property
+    def whole_model(self) -> WholeModel:
+        return "never"
 
     def check_run(self, run: RunSettings) -> None:
         super().check_run(run)
