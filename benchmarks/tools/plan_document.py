@@ -30,12 +30,12 @@ def render(report: Report) -> str:
         lines.append(f"| {name} | {rows} | {100 * error:.1f} % | {100 * bias:+.1f} % |")
     lines += ["", report.out_of_memory, ""]
     lines += [
-        "| bagu on one H200 | micro-batches | step, s | predicted | peak, GB | predicted |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| bagu on one H200 | precision | micro-batches | step, s | predicted | peak, GB | predicted |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
     for x in report.own:
         lines.append(
-            f"| {x.model} | {x.micro_batches} | {x.measured_s:.3f} | {x.predicted_s:.3f} "
+            f"| {x.model} | {x.precision} | {x.micro_batches} | {x.measured_s:.3f} | {x.predicted_s:.3f} "
             f"({100 * x.time_error:+.1f} %) | {x.measured_bytes / 1e9:.1f} | {x.predicted_bytes / 1e9:.1f} "
             f"({100 * x.memory_error:+.1f} %) |"
         )

@@ -128,7 +128,7 @@ def test_serving_on_the_gpus_that_there_are(capsys: pytest.CaptureFixture[str]) 
     whole = deployments(MODELS["llama3-8b"], CLUSTERS["4090"], LIGHT)[0]
     small = deployments(MODELS["llama3-8b"], CLUSTERS["4090"], LIGHT, quantization="int8")[0]
     assert small.kv_tokens > whole.kv_tokens and small.gpus <= whole.gpus
-    with pytest.raises(ArgumentError, match=r"200 requests/s need \d+ GPUs \(\d+ replicas of tp \d\), and there are 4"):
+    with pytest.raises(ArgumentError, match=r"200 requests/s need \d+ GPUs \(\d+ replicas of tp \d\), and --gpus is 4"):
         deployments(MODELS["llama3-8b"], CLUSTERS["4090"], replace(LIGHT, requests_per_s=200.0), gpus=4)
 
 

@@ -126,7 +126,7 @@ def _print(found: Plan, top: int, tokens: float | None, title: str, train: str) 
         cells += [f"{choice.tokens_per_s:,.0f}", f"{choice.memory_gib:.1f}"]
         if tokens:
             days = choice.days(tokens)
-            cells += [f"{days:,.1f}", f"{_cost(found.cluster, found.gpus, days):,.0f}"]
+            cells += [f"{days:,.1f}" if days >= 1 else f"{days:.2g}", f"{_cost(found.cluster, found.gpus, days):,.0f}"]
         table.add_row(*cells)
     console.print(table)
     console.print()
@@ -204,7 +204,8 @@ def _print_report(report: Report) -> None:
     console.print(report.out_of_memory, highlight=False)
     for own in report.own:
         console.print(
-            f"bagu, {own.model} on one {own.gpu}, {own.micro_batches} micro-batches: step {own.predicted_s:.3f} s "
+            f"bagu, {own.model} on one {own.gpu}, {own.micro_batches} "
+            f"micro-batch{'es' * (own.micro_batches != 1)}: step {own.predicted_s:.3f} s "
             f"({100 * own.time_error:+.1f} %), peak {own.predicted_bytes / 1e9:.1f} GB "
             f"({100 * own.memory_error:+.1f} %)",
             highlight=False,

@@ -62,7 +62,7 @@ def memory(workload: Workload, software: Software, x: Layouts) -> Memory:
     activations, logits = _activations(workload, cost, software, x, tokens)
     buffers = logits + _gathered(cost, software, x) + _working(workload, cost, x, tokens)
     parts = Memory(
-        weights=states(software.weight_bytes, 3),
+        weights=states(software.weight_bytes, 3) + fp8_weights(workload, software, cost),
         gradients=states(software.stored_gradient_bytes, 2),
         optimizer=states(software.optimizer_bytes, 1),
         activations=activations,
@@ -71,6 +71,11 @@ def memory(workload: Workload, software: Software, x: Layouts) -> Memory:
     )
     overhead = software.context_gib * 2**30 + software.fragmentation * parts.allocated
     return Memory(**{**vars(parts), "overhead": overhead})
+
+
+def fp8_weights(workload: Workload, software: Software, cost: ModelCost) -> float:
+    """Bytes of the linear layers' weights in fp8 and of their transposes, beside the 16-bit copy."""
+    return 2.0 * cost.linear_parameters if workload.precision == "fp8" and software.keeps_fp8 else 0.0
 
 
 def _activations(
@@ -132,6 +137,8 @@ def _saved(workload: Workload, software: Software, layer: LayerCost) -> _Saved:
     attention = 2 * rotated + 2 * out + 4 * H  # and the logsumexp
     ffn = 2 * (up + gates + silu) * dense + 2 * (up + gates) * routed + 2 * copies
     products = 2 * qkv + 2 * up * dense + 2 * (up + gates) * routed + 2 * copies
+    if workload.precision == "fp8" and software.keeps_fp8:  # of inputs of products; attention keeps its result too
+        stream, attention, ffn = stream - 2, attention + out, ffn - gates * dense
     scores = 5.0 * H * workload.seq if unfused else 0.0  # softmax, dropout and its mask (Korthikanti et al.)
     return _Saved(stream=float(stream * h), inner=attention + ffn, scores=scores, products=products + 2 * out)
 

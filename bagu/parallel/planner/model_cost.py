@@ -69,6 +69,11 @@ class ModelCost:
         return body + self.embedding + self.head + self.final - tied
 
     @property
+    def linear_parameters(self) -> int:
+        """Parameters of the layers' products that every token uses."""
+        return sum(layer.count * sum(x.parameters for x in layer.linears) for layer in self.layers)
+
+    @property
     def active_parameters(self) -> int:
         """Parameters that one token uses."""
         idle = 0

@@ -20,7 +20,7 @@ from bagu.parallel.planner.models import MODELS
 from bagu.parallel.planner.software import STACKS, Software
 
 CALIBRATE = ("sc21-table1", "sc21-table2", "korthikanti", "megatron-core", "nanotron")
-JUDGE = ("mosaicml", "bloom", "torchtitan", "dgxc")  # the three torchtitan tables are one source
+JUDGE = ("mosaicml", "bloom", "torchtitan", "dgxc", "nanotron-unseen")  # the three torchtitan tables are one source
 
 _A100, _H100, _B200 = CLUSTERS["a100"], CLUSTERS["h100"], CLUSTERS["b200"]
 # Jean Zay has four Omni-Path links of 100 Gbit/s for eight GPUs; they reached 135 Gbit/s together in 2022 and still a
@@ -120,9 +120,16 @@ def _row(r: dict[str, Any]) -> Row:
     workload = Workload(model=_model(r), seq=r["seq"], batch=r["gbs"], precision=r.get("precision", "bf16"))
     return Row(
         source=r["source"], model=r["model"], workload=workload, cluster_name=r["cluster"], software=software,
-        layout=layout, measured_s=_seconds(r, workload), measured_gb=r.get("mem_gb"),
+        layout=layout, measured_s=_seconds(r, workload), measured_gb=_gigabytes(r),
         out_of_memory=bool(r.get("oom")), date=r.get("date", ""),
     )  # fmt: skip
+
+
+def _gigabytes(r: dict[str, Any]) -> float | None:
+    """The measured memory in 10^9 bytes. nanotron divides by 1024^3 (helpers.py, create_table_log)."""
+    if "mem_gb" not in r:
+        return None
+    return float(r["mem_gb"]) * (2**30 / 1e9 if r["source"].startswith("nanotron") else 1.0)
 
 
 def _model(r: dict[str, Any]) -> ModelConfig:
@@ -145,7 +152,7 @@ def _seconds(r: dict[str, Any], workload: Workload) -> float | None:
         return float(r["step_s"])
     if "tokens_s_gpu" in r:
         return tokens / (float(r["tokens_s_gpu"]) * r["gpus"])
-    if r["source"] == "nanotron":  # MFU with the full square of attention
+    if r["source"].startswith("nanotron"):  # MFU with the full square of attention
         cost = model_cost(workload.model)
         body = sum(layer.count * layer.linear_flops() for layer in cost.layers) + 2 * cost.head
         flops = 3 * tokens * (body + 4 * workload.model.num_layers * workload.model.hidden_size * workload.seq)

@@ -123,7 +123,7 @@ def deployments(
         least = found[0]
         raise ArgumentError(
             f"{traffic.requests_per_s:g} requests/s need {least.gpus} GPUs ({counted(least.replicas, 'replica')} of tp "
-            f"{least.tp}), and there are {gpus}",
+            f"{least.tp}), and --gpus is {gpus}",
             hint=f"{gpus // least.tp * least.requests_per_s:.3g} requests/s are possible on {gpus}, or use more"
             if gpus is not None and gpus >= least.tp
             else "use more GPUs",

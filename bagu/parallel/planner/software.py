@@ -23,7 +23,10 @@ class Software:
     kernels_per_layer: int = 14  # launches in the forward; the backward has twice as many
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: nothing overlaps, every kernel pays a round trip
     gradient_bytes: int = 4  # of a gradient when it is reduced
-    fp8_cast_bytes: float = 4.0  # moved per element to quantize: read 2, write 1 and the transpose; 2 if fused
+    # moved per element to round to fp8: read 2, write 1 and the transpose; 2 more to find the largest in a pass of its
+    # own, 2 less if fused
+    fp8_cast_bytes: float = 4.0
+    keeps_fp8: bool = False  # weights in fp8, both ways and whole, from one step to the next; 8 bits of inputs
     bucket_mb: float = 160.0  # size of one gradient reduction; each pays the latency of its ring
     accumulate_bytes: float = 8.0  # moved per parameter and micro-batch to add a gradient
     overlap_gradients: bool = True  # reduced during the last backward
@@ -57,6 +60,7 @@ STACKS: dict[str, Software] = {
     "bagu": Software(  # fused norms, SwiGLU, RoPE and head; fp32 master, gradient and moments; balanced stages
         name="bagu", attention="flash3", head_bytes=8, logit_bytes=0, selective="elementwise", stages="balanced",
         kernels_per_layer=12, bucket_mb=25, overlap_publish=False, overlap_with_pipeline=False,
+        fp8_cast_bytes=6, keeps_fp8=True,  # nn/fp8.py
     ),
     "megatron-2021": _MEGATRON,
     "zero3-2021": Software(  # DeepSpeed ZeRO-3 with Megatron's kernels, SC21 section 5.2: a gather per parameter

@@ -164,4 +164,7 @@ def _optimizer(s: Setting) -> Array:
     dense, experts = local_parameters(s.cost, s.layouts, s.software.stages)
     shard = np.where(s.layouts.zero > 0, s.layouts.shard * s.layouts.cp, 1)
     expert_shard = np.where(s.layouts.zero > 0, np.maximum(shard * s.layouts.tp / s.layouts.ep, 1), 1)
-    return kernels.memory_s(s.cluster.gpu, s.calibration, ADAM_BYTES * (dense / shard + experts / expert_shard))
+    traffic = ADAM_BYTES * (dense / shard + experts / expert_shard)
+    if s.workload.precision == "fp8" and s.software.keeps_fp8:
+        traffic = traffic + s.software.fp8_cast_bytes * s.cost.linear_parameters
+    return kernels.memory_s(s.cluster.gpu, s.calibration, traffic)

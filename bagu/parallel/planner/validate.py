@@ -30,6 +30,7 @@ SMALLEST_SET = 8
 class OwnRow:
     model: str
     gpu: str
+    precision: str
     micro_batches: int
     measured_s: float
     predicted_s: float
@@ -48,13 +49,15 @@ class OwnRow:
 def own_rows() -> list[OwnRow]:
     found = []
     for row in own():
-        workload = Workload(model=preset(row["model"]), seq=row["seq"], batch=row["batch"])
+        precision = row.get("precision", "bf16")
+        workload = Workload(model=preset(row["model"]), seq=row["seq"], batch=row["batch"], precision=precision)
         layouts = Layouts.of(Layout(micro_batch=row["batch"] // row["micro_batches"]))
         cluster = CLUSTERS[row["gpu"]]
         found.append(
             OwnRow(
                 model=row["model"],
                 gpu=row["gpu"],
+                precision=precision,
                 micro_batches=row["micro_batches"],
                 measured_s=row["step_s"],
                 predicted_s=float(step_time(workload, cluster, STACKS["bagu"], layouts).total[0]),
