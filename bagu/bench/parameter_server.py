@@ -3,12 +3,14 @@
     ratio    tokens/s with servers over tokens/s of data parallelism, on the same cores: servers are further processes,
              and on one machine they take what they need from the workers
     bytes    what a worker pushes and pulls in a step, beside the formula: twice the parameters
+    copies   what the servers receive in a step, over what all workers push: 1 + 2/W with two copies of each range
     delays   (--delays 0,8) four workers whose steps take lognormal times: what they wait, and updates a second
 
 Both sides are timed in the same processes, in turn, as in parallel.py.
 """
 
 import math
+import queue
 import random
 import statistics
 import time
@@ -32,7 +34,9 @@ from bagu.nn import Transformer, init_weights
 from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
 from bagu.parallel.server.group import COMMANDS, start_here
+from bagu.parallel.server.links import connect
 from bagu.parallel.server.place import Place, new_group
+from bagu.parallel.server.wire import Message
 from bagu.train import OptimizerConfig, TrainConfig, TrainState, step
 from bagu.train.prepare import prepared
 from bagu.train.served.config import ServedConfig
@@ -40,6 +44,7 @@ from bagu.train.served.worker import Served, ServedPlace
 
 STEP_S, SIGMA = 0.15, 0.6  # the median of a jittered step, and its spread
 WARM_STEPS = 3
+SETTLED_S = 1.0  # in which every server has sent its byte counts to the manager (five heartbeats)
 
 
 def main(given: ServerBench) -> int:
@@ -64,7 +69,7 @@ def main(given: ServerBench) -> int:
         part = share(chosen, given.workers)
         times = on_ranks(given.workers, timed_rounds, part, given.rounds, place, given.workers)
         found = summary(times, part)
-        facts = {"parameters": times[0]["parameters"], "bytes": times[0]["bytes"]}
+        facts = {name: times[0][name] for name in ("parameters", "bytes", "pushed_bytes", "received_bytes")}
         common = {"system": "parameter server", "shape": given.shape, "model": asdict(chosen.model), "device": "cpu"}
         rows.add([{**common, **found, "servers": given.servers, **facts}])
         rows.finish(_table(chosen, rows.all))
@@ -177,6 +182,7 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
         worker.begin(states[1])
         worker.stop = 10_000
         worker.row()  # what was read before the first step is not part of a step
+        before = received_bytes(place)
         for number in range(rounds + 1):
             for name in (ALONE, MESH):
                 dist.barrier()
@@ -187,21 +193,39 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
                     worker.step(states[1], lambda: batches)
                 if number:  # the first is a warm-up
                     times[name].append(time.perf_counter() - begun)
-    row = worker.row()
-    moved = int((row["pushed_bytes"] or 0) + (row["pulled_bytes"] or 0))
-    times |= {"parameters": len(states[1].flat.master), "bytes": moved // (rounds + 1)}
+    row, made = worker.row(), rounds + 1
+    pushed, pulled = int(row["pushed_bytes"] or 0), int(row["pulled_bytes"] or 0)
+    times |= {
+        "parameters": len(states[1].flat.master), "bytes": (pushed + pulled) // made,
+        "pushed_bytes": workers * pushed // made, "received_bytes": (received_bytes(place) - before) // made,
+    }  # fmt: skip
     worker.close()
     return times
 
 
+def received_bytes(place: Place) -> int:
+    """The bytes that all servers have received, by the manager's status: pushes, decisions and copies."""
+    answers = queue.SimpleQueue[Message]()
+    dist.barrier()
+    time.sleep(SETTLED_S)
+    hello = Message(kind="hello", more={"who": "watcher", "number": dist.get_rank()})
+    link = connect(place.manager, place.token, hello, lambda _, m: answers.put(m), lambda _: None)
+    link.send(Message(kind="status"))
+    while (status := answers.get(timeout=60)).kind != "status":
+        pass
+    link.close()
+    dist.barrier()
+    return sum(int(facts["received"]) for _, facts in status.more["servers"])
+
+
 def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
-    heads = ("workers", "servers", "Gloo, tokens/s", "servers, tokens/s", "ratio", "range", "bytes a step over formula")
+    heads = ("workers", "servers", "Gloo, tokens/s", "servers, tokens/s", "ratio", "range", "bytes", "copies")
     lines = [
         (
             str(r["ranks"]), str(r["servers"]), f"{r['alone_tokens_per_s']:,.0f}",
             f"{r['mesh_tokens_per_s']:,.0f}",
             f"{r['ratio']:.3f}", f"{r['low_ratio']:.3f} to {r['high_ratio']:.3f}",
-            f"{r['bytes'] / (8 * r['parameters']):.3f}",
+            f"{r['bytes'] / (8 * r['parameters']):.3f}", f"{r['received_bytes'] / r['pushed_bytes']:.3f}",
         )
         for r in rows
     ]  # fmt: skip

@@ -20,6 +20,7 @@ import numpy as np
 
 from bagu.parallel.server.client import Client
 from bagu.parallel.server.group import COMMANDS, start_here
+from bagu.parallel.server.keys import COPIES
 from bagu.parallel.server.links import connect
 from bagu.parallel.server.place import new_group
 from bagu.parallel.server.wire import Message
@@ -88,8 +89,10 @@ class Servers:
         """Whether every range has all of its holders, with values, by the processes that live."""
         facts = dict(self._status.get("servers", []))
         pids = {n: p.pid for (role, n), p in self.processes.items() if role == "server"}
+        held = min(COPIES + 1, self.place.servers)  # a server that is back reports the ranges that have come so far
+        versions = {n: [v for v in facts[n].get("versions", {}).values() if v >= 0] for n in facts}
         return len(facts) == self.place.servers and all(
-            facts[n].get("pid") == pids[n] and min(facts[n].get("versions", {"": -1}).values()) >= 0 for n in facts
+            facts[n].get("pid") == pids[n] and len(versions[n]) == held for n in facts
         )
 
     def close(self) -> None:

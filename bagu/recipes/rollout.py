@@ -27,6 +27,7 @@ from bagu.train.objective import TrainingData
 from bagu.train.rl.loader import Learner, PromptLoader, RolloutLoader
 from bagu.train.rl.policy_objective import PolicyObjective
 from bagu.train.rl.reward_function import RewardFunction
+from bagu.train.served.reader import Reader
 from bagu.types import Completion, Tokenizer
 
 MAX_SEQUENCES = 512  # answers that are sampled at the same time
@@ -69,6 +70,7 @@ def with_rollouts(
             invariant=invariant,
             eos_ids=() if inputs.start is None else read_generation(inputs.start).eos_ids,
         )
+        config = replace(config, adjust_threads=not run.train.deterministic)
         stops = ChatEncoder(inputs.tokenizer).turn_ends
         loader = RolloutLoader(
             source, model=model, sampler=EngineSampler(model, inputs.tokenizer, config, stops=stops), reward=reward,
@@ -103,3 +105,20 @@ class EngineSampler:
     def weights_changed(self) -> None:
         with evaluating(self.model):
             self.engine.weights_changed()
+
+
+class ServedSampler(EngineSampler):
+    """An engine whose model is not the one that is trained: its weights come from parameter servers, and are of the
+    bounded age that `reader` keeps."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, reader: Reader, *,
+        stops: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(model, tokenizer, config, stops=stops)
+        self.reader = reader
+
+    def weights_changed(self) -> None:
+        """Called before a rollout. What was computed with weights that are young enough stays."""
+        if self.reader.refresh():
+            super().weights_changed()

@@ -13,9 +13,10 @@ from typing import Any
 from bagu.config import write_atomic
 from bagu.errors import ArgumentError, BaguError
 from bagu.machine.cores import usable_cores
+from bagu.machine.terminal import counted
 from bagu.parallel.server.group import Group, Process, start_here
 from bagu.parallel.server.links import Link, connect
-from bagu.parallel.server.place import Place, new_group
+from bagu.parallel.server.place import FILE, Place, new_group, write_place
 from bagu.parallel.server.wire import Message
 from bagu.parallel.unlike.workers import divide_cores, parse_workers
 from bagu.recipes.run import Run
@@ -46,7 +47,8 @@ def with_servers(run: Run, given: TrainOptions, *, divide: bool, say: Callable[[
     if given.servers is None and before is None:
         raise ArgumentError("options of a parameter server are given without --servers", hint="add --servers 4")
     if given.nproc is not None or given.mesh is not None or given.minutes is not None:
-        other = "--minutes" if given.minutes is not None else "--nproc and --mesh"
+        others = {"--nproc": given.nproc, "--mesh": given.mesh, "--minutes": given.minutes}
+        other = next(name for name, value in others.items() if value is not None)
         raise ArgumentError(f"--servers and {other} do not go together", hint="leave one out")
     if isinstance(run.objective, PromptObjective):
         raise ArgumentError(
@@ -143,6 +145,8 @@ class _Status:
         if now - self._at < STATUS_S or not RunFolder(self._out).is_run():
             return
         self._at = now
+        if not (self._out / FILE).exists():
+            write_place(self._place, self._out)
         if self._link is None:
             hello = Message(kind="hello", more={"who": "watcher", "number": 0})
             with contextlib.suppress(OSError):
@@ -163,6 +167,7 @@ class _Status:
         self._link = None
 
     def close(self) -> None:
+        (self._out / FILE).unlink(missing_ok=True)
         if self._link is not None:
             self._link.close()
 
@@ -186,7 +191,7 @@ def watch_main(folder: Path, *, delay: int | None, once: bool) -> int:
 def shown(status: dict[str, Any], row: dict[str, Any]) -> str:
     """The state of the servers as lines."""
     facts = dict(status["servers"])
-    lines = [f"epoch {status['epoch']}, {status['deaths']} deaths, {len(facts)} servers"]
+    lines = [f"epoch {status['epoch']}, {counted(status['deaths'], 'death')}, {counted(len(facts), 'server')}"]
     for number, slots in enumerate(status["holders"]):
         versions = [facts.get(slot, {}).get("versions", {}).get(str(number), "-") for slot in slots]
         held = ", ".join(f"server {slot} at {version}" for slot, version in zip(slots, versions, strict=True))

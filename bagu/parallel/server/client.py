@@ -40,6 +40,7 @@ class Client:
         self._lost_at: float | None = None  # when a message could not be sent, or a link ended
         self.waited_s = 0.0
         self.clock: Mapping[str, Any] = {}  # sent to the manager, for `bagu watch`
+        self._status: Mapping[str, Any] = {}  # the manager's last answer to `fresh`
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -112,6 +113,24 @@ class Client:
             self.session.versions = {}
         self.pull(at_least)
 
+    def fresh(self, most_age: int) -> bool:
+        """Have values at most `most_age` updates older than those of the servers' last heartbeats; whether new ones
+        were read. If they are young enough, nothing but the manager's status is sent."""
+        with self._changed:
+            self._status = {}
+            while not self._status.get("holders"):
+                self._check()
+                if self._manager is not None:
+                    self._manager.send(Message(kind="status"))
+                self._changed.wait(BEAT_S)
+            versions = [facts.get("versions", {}) for _, facts in self._status["servers"]]
+        numbers = [str(r.number) for r in self.session.ranges]
+        newest = min(max((have.get(number, -1) for have in versions), default=-1) for number in numbers)
+        if self.version >= 0 and newest - self.version <= most_age:
+            return False
+        self.newest(at_least=max(0, newest - most_age))
+        return True
+
     @property
     def version(self) -> int:
         """The oldest version among the ranges of the values that came last."""
@@ -180,6 +199,8 @@ class Client:
         with self._changed:
             if m.kind == "map":
                 self._take(Map.read(m.more))
+            elif m.kind == "status":
+                self._status = m.more
             else:
                 self._send(self.session.handle(link.peer, m))
             self._changed.notify_all()

@@ -105,7 +105,7 @@ class Group:
 
     def _again(self, member: _Member, status: int) -> bool:
         """Start a member again; False if it must not be."""
-        member.deaths += 1
+        n = member.deaths = member.deaths + 1
         worker = member.place.role == "worker"
         if (
             self._passed_on
@@ -113,7 +113,7 @@ class Group:
             or member.deaths > MOST_DEATHS
         ):
             if worker:
-                how = f"ended with status {status}" if status > 0 else f"was killed {member.deaths} times"
+                how = f"ended with status {status}" if status > 0 else "was killed" + f" {n} times" * (n > 1)
                 self._say(f"{member.name} {how}")
             return False
         self._say(

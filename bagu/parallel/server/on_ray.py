@@ -9,7 +9,7 @@ its state and answers, and the group starts its own. Ray is imported only here.
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,17 +102,19 @@ class Host:
 
     def start(self, place: Place, command: Sequence[str], cwd: str) -> int:
         """Begin; returns the process id."""
-        os.chdir(cwd)
         if place.role == "server":
+            os.chdir(cwd)
             import importlib
 
             # the update rules are in a part above this one
             self.process: object = importlib.import_module("bagu.train.served.__main__").serve(place)
-        else:
-            environ = {**os.environ, **place.environ()}
-            self._child = subprocess.Popen(list(command), env=environ)
-            return self._child.pid
-        return os.getpid()
+            return os.getpid()
+        return self.run(command, place.environ(), cwd)
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str], cwd: str) -> int:
+        """Begin a process of its own."""
+        self._child = subprocess.Popen(list(command), env={**os.environ, **environ}, cwd=cwd)
+        return self._child.pid
 
     def poll(self) -> int | None:
         return None if self._child is None else self._child.poll()

@@ -1,4 +1,4 @@
-"""The settings of a process of the server group: one environment variable, as JSON."""
+"""The settings of a process of the server group: one environment variable, as JSON; for readers a file of the run."""
 
 import json
 import os
@@ -6,8 +6,12 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bagu.errors import BaguError
 
 VARIABLE = "BAGU_SERVED"
+FILE = "place.json"  # in the folder of a run, while its servers run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,26 @@ class Place:
 
 def read_place(environ: Mapping[str, str] = os.environ) -> Place | None:
     """The place of this process; None if it has none."""
-    if (text := environ.get(VARIABLE)) is None:
-        return None
+    return None if (text := environ.get(VARIABLE)) is None else _of(text)
+
+
+def write_place(place: Place, folder: Path) -> None:
+    """Let readers find the servers of a run. The file has the secret of the run: only its owner can read it."""
+    with open(folder / FILE, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.write(json.dumps(asdict(place)))
+
+
+def found_place(folder: str | Path) -> Place:
+    """Where the servers of the run in `folder` are."""
+    try:
+        return _of((Path(folder) / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BaguError(
+            f"{folder} is not a run whose parameter servers are running", hint="bagu train … --servers 4 --out RUN"
+        ) from None
+
+
+def _of(text: str) -> Place:
     found = json.loads(text)
     return Place(**{**found, "manager": tuple(found["manager"])})
 

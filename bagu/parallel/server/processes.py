@@ -110,6 +110,7 @@ class ServerProcess:
         self._manager_at, self._host = manager, host
         self._lock = threading.RLock()
         self._peers: dict[Address, Link] = {}
+        self._links: list[Link] = []  # with those on which other servers send, and those that ended: for their bytes
         self._manager: Link | None = None
         self._last_message = time.monotonic()
         self._empty()
@@ -126,6 +127,7 @@ class ServerProcess:
     def _hello(self, link: Link, m: Message) -> None:
         link.peer = (m.more["who"], m.more["number"])
         with self._lock:
+            self._links.append(link)
             if link.peer[0] != "server":
                 self._peers[link.peer] = link
 
@@ -162,6 +164,7 @@ class ServerProcess:
             return None
         link.peer = to
         self._peers[to] = link
+        self._links.append(link)
         return link
 
     # --- the manager --------------------------------------------------------------------------------------------------
@@ -211,10 +214,10 @@ class ServerProcess:
 
     def _beat(self) -> None:
         if self._manager is not None:
-            links = list(self._peers.values())
             more = {
                 "versions": {str(r): v for r, v in self.server.versions.items()}, "pid": os.getpid(),
-                "sent": sum(link.bytes_sent for link in links), "received": sum(link.bytes_received for link in links),
+                "sent": sum(link.bytes_sent for link in self._links),
+                "received": sum(link.bytes_received for link in self._links),
             }  # fmt: skip
             self._manager.send(Message(kind="beat", more=more))
 

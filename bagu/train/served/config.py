@@ -33,9 +33,11 @@ class ServedConfig:
         if not 0 <= self.delay <= MOST_DELAY:
             raise ArgumentError(f"delay is {self.delay}", hint=f"give 0 to {MOST_DELAY} updates")
         UnknownName.check("compression", self.compress, get_args(Compress))
-        if self.local_steps is not None and (self.local_steps < 2 or self.delay):
+        if self.local_steps is not None and self.local_steps < 2:
+            raise ArgumentError(f"local_steps is {self.local_steps}", hint="give 2 or more")
+        if self.local_steps is not None and self.delay:
             raise ArgumentError(
-                f"local_steps is {self.local_steps} with delay {self.delay}", hint="give 2 or more, and no delay"
+                f"local_steps={self.local_steps} and delay={self.delay} do not go together", hint="leave the delay out"
             )
         if not (self.outer_lr > 0 and 0 <= self.outer_momentum < 1):
             raise ArgumentError(
@@ -57,7 +59,10 @@ def check_served(config: Any) -> None:
     """Raise for settings of a TrainConfig that do not go together with servers."""
     if config.served is None:
         return
-    check_elementwise(config.optimizer)
+    if (
+        config.served.local_steps is None
+    ):  # else the optimizer runs on the workers, and the servers have Nesterov's rule
+        check_elementwise(config.optimizer)
     if config.mesh.ranks > 1:
         raise ArgumentError(
             f"parameter servers and the mesh {config.mesh} do not go together", hint="use --servers or --nproc"

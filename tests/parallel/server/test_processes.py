@@ -19,14 +19,19 @@ from safetensors.torch import load_file
 from bagu.bench.server_kills import record
 from bagu.cli import main
 from bagu.errors import BaguError
+from bagu.parallel.server.place import found_place
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
 from bagu.recipes.held_run import held_run
+from bagu.recipes.models import load_model
 from bagu.recipes.training import resolved
 from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
 from bagu.train import OptimizerConfig, TrainConfig
 from bagu.train.served.config import ServedConfig
+from bagu.train.served.reader import Reader
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.mark.parametrize(("how", "times"), [("kill", 4), ("pair", 2), ("manager", 1), ("slow", 1)])
@@ -69,7 +74,7 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
     options: dict[str, Any] = {"data": (str(text),), "settings": SMALL}
     assert train_main(TrainOptions(**options, steps=60, out=tmp_path / "alone")) == 0
 
-    out, struck = tmp_path / "ps", list[str]()
+    out, struck, read = tmp_path / "ps", list[str](), list[int]()
 
     def strike() -> None:
         """Kill server 1 and worker 1 when the run is under way."""
@@ -78,6 +83,10 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
                 status = json.loads((out / "servers.json").read_text())
                 servers, workers = dict(status["servers"]), dict(status["workers"])
                 if workers.get(1, {}).get("step", 0) > 5:
+                    reader = Reader(load_model(tmp_path / "alone"), found_place(out))
+                    assert reader.refresh() and (out / "place.json").stat().st_mode & 0o077 == 0
+                    read.append(reader.version)
+                    reader.close()
                     for name, pid in (("server", servers[1]["pid"]), ("worker", workers[1]["pid"])):
                         os.kill(pid, signal.SIGKILL)
                         struck.append(name)
@@ -86,7 +95,9 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
     threading.Thread(target=strike, daemon=True).start()
     assert train_main(TrainOptions(**options, steps=60, out=out, servers=3, workers="2")) == 0
     said = capfd.readouterr().err
-    assert struck == ["server", "worker"]
+    assert struck == ["server", "worker"] and 5 < read[0] < 60
+    with pytest.raises(BaguError, match="is not a run whose parameter servers are running"):
+        found_place(out)
     assert "server 1 has died: started again" in said and "worker 1 has died: started again" in said
     assert closest(weights(tmp_path / "alone"), weights(out)) < 1e-4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ import tiny
 from tiny import Case
 
 from bagu.errors import BaguError
-from bagu.parallel.server.client import Client
 from bagu.parallel.server.compress import Compressor, encoded_bytes
 from bagu.parallel.server.place import Place, new_group
 from bagu.parallel.server.processes import ManagerProcess, ServerProcess
+from bagu.recipes.rollout import EngineSampler, ServedSampler, engine_config
 from bagu.train import OptimizerConfig, TrainConfig, TrainState
 from bagu.train.prepare import prepared
 from bagu.train.served.config import ServedConfig
+from bagu.train.served.reader import Reader
 from bagu.train.served.update import update_of
 from bagu.train.served.worker import Served, ServedPlace
 
@@ -130,6 +132,7 @@ def test_every_elementwise_rule_runs_on_servers(kind: str, local: Any) -> None:
 def test_muon_is_refused_with_the_reason() -> None:
     with pytest.raises(BaguError, match="whole matrices"):
         TrainConfig(optimizer=OptimizerConfig(kind="muon"), served=ServedConfig())
+    TrainConfig(optimizer=OptimizerConfig(kind="muon"), served=ServedConfig(local_steps=4))  # it runs on the workers
 
 
 def test_a_delay_is_bounded_and_recorded(local: Any) -> None:
@@ -140,24 +143,61 @@ def test_a_delay_is_bounded_and_recorded(local: Any) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)  # both read the last version
 
 
-def test_another_reader_pulls_weights_of_a_bounded_age(local: Any) -> None:
-    """As a rollout engine does: by the same client, without pushing."""
-    group = local(3)
-    found = run(Case(name="", steps=5, micro_batches=2), group, ServedConfig(servers=3, workers=1))
-    state = found[0][3]
-    segments = [(segment.start, segment.stop) for segment in state.flat.segments]
-    place = group.place
-    engine = Client(0, segments, 3, np.dtype(np.float64), place.manager, place.token, who="engine")
-    engine.wait_for_map()
-    engine.newest(at_least=4)
-    flat = np.zeros(len(state.flat.master))
-    assert engine.read(flat) == 5 and np.array_equal(flat, state.flat.master.numpy())
-    engine.close()
+def test_rollouts_are_sampled_from_weights_of_a_bounded_age(local: Any) -> None:
+    """An engine of another process reads by the workers' client, and only when its weights are too old."""
+    group, served = local(3), ServedConfig(servers=3, workers=1)
+    case = Case(name="", micro_batches=2, dtype=torch.float32, steps=4)
+    run(case, group, served)
+    model = tiny.model(case)
+    reader = Reader(model, group.place, most_age=2)
+    config = engine_config(answers=2, max_len=tiny.CONTEXT, invariant=True)
+    sampler, asked = ServedSampler(model, None, config, reader), {"n": 2, "max_tokens": 8, "seeds": [7]}
+    sampler.weights_changed()
+    first = sampler.sample([[1, 2, 3]], **asked)
+    trained = run(replace(case, steps=6), group, served)  # goes on from the servers
+    sampler.weights_changed()
+    assert reader.version == 4 and sampler.sample([[1, 2, 3]], **asked) == first  # two updates old: kept
+    trained = run(replace(case, steps=7), group, served)
+    wait_for_beat(group, 7)
+    sampler.weights_changed()
+    found, wanted = model.state_dict(), trained[0][1]
+    assert reader.version == 7 and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    own = EngineSampler(trained[0][3].model, None, config)
+    assert sampler.sample([[1, 2, 3]], **asked) == own.sample([[1, 2, 3]], **asked)
+    reader.close()
 
 
-def test_local_steps_exchange_rarely_and_workers_end_equal(local: Any) -> None:
+def wait_for_beat(group: Local, version: int) -> None:
+    """Until the manager knows that the servers have a version."""
+    deadline = time.monotonic() + 30
+    while any(v < version for _, facts in group.manager.status()["servers"] for v in facts["versions"].values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_servers_count_the_bytes_of_copies(local: Any) -> None:
+    """Two copies of each sum beside the pushes of two workers: twice the bytes, and headers."""
+    group, served = local(3), ServedConfig(servers=3, workers=2)
+    case = Case(name="", micro_batches=2, dtype=torch.float32, steps=4)
+    run(case, group, served)
+    wait_for_beat(group, 4)
+    before = received(group)
+    found = run(replace(case, steps=12), group, served)
+    wait_for_beat(group, 12)
+    pushed = sum(row["pushed_bytes"] for _, _, rows, _ in found.values() for row in rows)
+    assert 2 <= (received(group) - before) / pushed < 2.3
+
+
+def received(group: Local) -> int:
+    return sum(facts["received"] for _, facts in group.manager.status()["servers"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_local_steps_exchange_rarely_and_workers_end_equal(kind: str, local: Any) -> None:
     served = ServedConfig(servers=3, workers=2, local_steps=4)
-    found = run(Case(name="", steps=8, micro_batches=2, dtype=torch.float32), local(3), served)
+    found = run(
+        Case(name="", steps=8, micro_batches=2, dtype=torch.float32, optimizer={"kind": kind}), local(3), served
+    )
     (losses, first, rows, _), (_, second, _, _) = found.values()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert sum(row["pushed_bytes"] > 0 for row in rows) == 2
