@@ -1,4 +1,4 @@
-"""`bagu serve --replicas`: the engines of one model on this machine."""
+"""`bagu serve --replicas`: the engines of one model on this machine, or on a Ray cluster."""
 
 import os
 from dataclasses import replace
@@ -11,9 +11,15 @@ from bagu.serve.replicas.options import ReplicaOptions, Replication
 
 
 def find_replication(options: ReplicaOptions) -> Replication | None:
-    """The replicas that the options ask for on this machine."""
+    """The replicas that the options ask for on this machine or on a cluster."""
     if options.replicas is None:
         return None
+    if options.ray is not None:
+        from bagu.serve.replicas.on_ray import RayEngines
+
+        cluster = RayEngines(options.ray)
+        placed = options.replication(cores=cluster.cores, gpus=cluster.gpus)
+        return None if placed is None else replace(placed, launch=cluster.launch)
     from bagu.machine.device import this_machine  # here: it imports torch
 
     return options.replication(cores=available_cores(), gpus=len(this_machine().gpus))

@@ -1,15 +1,19 @@
 """How long a step takes on a worker: a formula fitted to a few timed steps, and corrected while the worker runs.
 
-    seconds = base + prompt x p + decodes x d + attended x a          all coefficients 0 or more
+    seconds = base + [any prompt] x b + prompt x p + attended x a + decodes x d + read x r    no coefficient below 0
 
 A training step is all prompt. The coefficients minimise the relative error of the timed steps: few are measured, and
-a step of 1 ms counts as much as one of 1 s. `StepCost.error` is the mean relative error on a step that the fit had
-not seen (each left out in turn). `Correction` scales the formula to the speed that is measured at work: a worker that
-shares its cores with others, or was profiled wrongly, has another one.
+a step of 1 ms counts as much as one of 1 s. Prompts and decodes have their own fixed and per-position costs, since they
+run through different code: with one of each the error on other shapes was 1.2 to 2.4 times as large (journal 025).
+`StepCost.error` is the mean relative error on a step that the fit had not seen (each left out in turn). `Correction`
+scales the formula to the speed that is measured at work: a worker that shares its cores with others, or was profiled
+wrongly, has another one.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -21,11 +25,12 @@ MEMORY = 8.0  # measurements that a correction averages over: an error of 3x is 
 
 
 class Step(NamedTuple):
-    """What a step computes. `attended`: the positions that its tokens attend to, summed over the tokens."""
+    """What a step computes: tokens, and the positions that they attend to, summed over the tokens."""
 
     prompt: int = 0  # tokens of prompts, or of a training step
     decodes: int = 0  # tokens that continue a sequence
-    attended: int = 0
+    attended: int = 0  # positions, by tokens of prompts
+    read: int = 0  # positions, by decodes
 
     @classmethod
     def of_prompt(cls, tokens: int, cached: int = 0) -> Step:
@@ -34,7 +39,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of_decodes(cls, contexts: Sequence[int]) -> Step:
-        return cls(0, len(contexts), sum(contexts))
+        return cls(0, len(contexts), 0, sum(contexts))
 
 
 class Timed(NamedTuple):
@@ -47,18 +52,29 @@ class StepCost:
     """The formula. `error` is the mean relative error on steps it was not fitted to; None if that is not known."""
 
     base: float  # seconds of any step
-    prompt: float  # seconds per token
-    decode: float = 0.0
-    attended: float = 0.0  # seconds per position
+    prompt: float  # seconds per token of a prompt
+    any_prompt: float = 0.0  # seconds of a step with tokens of a prompt
+    attended: float = 0.0  # seconds per position that those attend to
+    decode: float = 0.0  # seconds per decode
+    read: float = 0.0  # seconds per position that decodes attend to
     error: float | None = None
 
     def seconds(self, step: Step) -> float:
-        return self.base + step.prompt * self.prompt + step.decodes * self.decode + step.attended * self.attended
+        fixed = self.base + (self.any_prompt if step.prompt else 0.0)
+        prompt = step.prompt * self.prompt + step.attended * self.attended
+        return fixed + prompt + step.decodes * self.decode + step.read * self.read
 
     def scaled(self, factor: float) -> StepCost:
         """The cost on a worker that takes `factor` times as long."""
-        parts = {name: factor * getattr(self, name) for name in ("base", "prompt", "decode", "attended")}
-        return replace(self, **parts)
+        return replace(self, **{name: factor * getattr(self, name) for name in PARTS})
+
+
+PARTS = ("base", "any_prompt", "prompt", "attended", "decode", "read")
+
+
+def _row(step: Step) -> tuple[float, ...]:
+    """What each of PARTS is multiplied by."""
+    return (1.0, float(step.prompt > 0), step.prompt, step.attended, step.decodes, step.read)
 
 
 def fit(timed: Sequence[Timed]) -> StepCost:
@@ -77,33 +93,45 @@ def fit(timed: Sequence[Timed]) -> StepCost:
 
 
 def _solve(timed: Sequence[Timed]) -> StepCost:
-    """Least squares of the relative errors with coefficients of 0 or more: the best of the 15 sets of coefficients
+    """Least squares of the relative errors with coefficients of 0 or more: the best of the 63 sets of coefficients
     that are not 0, each solved without the bound."""
     import numpy as np  # here: the HTTP server's process evaluates costs and starts without numpy
 
-    rows = np.array([(1.0, *t.step) for t in timed]) / np.array([[t.seconds] for t in timed])
+    rows = np.array([_row(t.step) for t in timed]) / np.array([[t.seconds] for t in timed])
     scale = np.maximum(np.abs(rows).max(0), 1e-300)  # seconds per position are 1e-6 of those of a step
-    best, least = np.zeros(4), float("inf")
-    for count in range(1, 5):
-        for used in map(list, combinations(range(4), count)):
-            found, *_ = np.linalg.lstsq(rows[:, used] / scale[used], np.ones(len(rows)), rcond=None)
-            loss = float(((rows[:, used] / scale[used] @ found - 1) ** 2).sum())
+    rows, best, least = rows / scale, np.zeros(len(PARTS)), float("inf")
+    for count in range(1, 1 + min(len(PARTS), len(timed))):
+        for used in map(list, combinations(range(len(PARTS)), count)):
+            found, *_ = np.linalg.lstsq(rows[:, used], np.ones(len(rows)), rcond=None)
+            loss = float(((rows[:, used] @ found - 1) ** 2).sum())
             if (found >= 0).all() and loss < least - 1e-12:
-                best, least = np.zeros(4), loss
-                best[used] = found / scale[used]
-    base, prompt, decode, attended = map(float, best)
-    return StepCost(base=base, prompt=prompt, decode=decode, attended=attended)
+                best, least = np.zeros(len(PARTS)), loss
+                best[used] = found
+    return StepCost(**dict(zip(PARTS, map(float, best / scale), strict=True)))
 
 
-def measure(run: Callable[[Step], float], steps: Sequence[Step], *, budget_s: float) -> StepCost:
-    """Time `steps` in their order, small ones first, until the budget is spent; three at least. `run` returns the
-    seconds that a step took."""
-    timed: list[Timed] = []
-    for step in steps:
-        timed.append(Timed(step, run(step)))
-        if len(timed) >= 3 and sum(t.seconds for t in timed) > budget_s:
+class Took(NamedTuple):
+    """The seconds of a step, and of those the ones that the worker's core spent on it (equal if that is not known)."""
+
+    seconds: float
+    busy: float
+
+
+def measure(run: Callable[[Step], Took], steps: Sequence[Step], *, budget_s: float, rounds: int = 8) -> StepCost:
+    """Time `steps` in turn until the budget is spent: small ones first, three at least, each `rounds` times at most.
+
+    The fastest time of a step counts, since others only make it slower, and rounds spread a burst of their work over
+    all steps. The shape of the cost comes from the busy seconds, in which a process that shares the core has no part;
+    its scale from the ratio of the seconds to them, of which the median step's is taken.
+    """
+    began, fastest = time.perf_counter(), dict[Step, Took]()
+    for step in (step for _ in range(rounds) for step in steps):
+        if len(fastest) >= 3 and time.perf_counter() - began > budget_s:
             break
-    return fit(timed)
+        took, known = run(step), fastest.get(step)
+        fastest[step] = took if known is None else Took(*map(min, took, known))
+    shape = fit([Timed(step, took.busy) for step, took in fastest.items()])
+    return shape.scaled(statistics.median(took.seconds / took.busy for took in fastest.values()))
 
 
 class Correction:

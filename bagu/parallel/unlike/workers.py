@@ -37,18 +37,23 @@ def parse_workers(text: str, *, kinds: Iterable[str] = KINDS) -> tuple[Worker, .
         match = re.fullmatch(r"(?:(\d+)\s*x\s*)?([A-Za-z][\w-]*)(?::(\d+))?|(\d+)", part, re.ASCII)
         if match is None:
             raise ArgumentError(
-                f"the workers {text!r} have {part!r}", hint='write "2x cpu:2,1x cpu:1": a number, x, a kind, its cores'
+                f"--workers {text!r}: {part!r} names no workers",
+                hint='write "2x cpu:2,1x cpu:1": a number, x, a kind, its cores',
             )
         times, kind, cores, plain = match[1], match[2] or "cpu", match[3], match[4]
         UnknownName.check("kind of worker", kind, known)
         if cores is not None and kind != "cpu":
-            raise ArgumentError(f"the workers {text!r} have {part!r}", hint=f"a {kind} worker has one device: {kind}")
+            raise ArgumentError(
+                f"--workers {text!r}: {part!r} has cores", hint=f"a {kind} worker has one device: {kind}"
+            )
         number = int(times or plain or 1)
         if not 1 <= number <= MOST or (cores is not None and int(cores) < 1):
-            raise ArgumentError(f"the workers {text!r} have {part!r}", hint=f"give 1 to {MOST} workers, 1 core or more")
+            raise ArgumentError(
+                f"--workers {text!r}: {part!r} is no possible number", hint=f"give 1 to {MOST} workers, 1 core or more"
+            )
         found += [Worker(kind=kind, cores=None if cores is None else int(cores))] * number
     if len(found) > MOST:
-        raise ArgumentError(f"the workers {text!r} are {len(found)}", hint=f"give at most {MOST}")
+        raise ArgumentError(f"--workers {text!r} are {len(found)} workers", hint=f"give at most {MOST}")
     return tuple(found)
 
 

@@ -6,7 +6,6 @@ with it, and the process is started again.
 """
 
 import asyncio
-import multiprocessing
 import signal
 import socket
 import sys
@@ -14,9 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from bagu.errors import BaguError
 from bagu.serve.adapters.info import AdapterInfo
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.launch import EngineStart, Launch, LaunchedEngine, LocalEngine
 from bagu.serve.http.pending import PendingCall, PendingCalls
 from bagu.serve.request import Request
 from bagu.serve.stats import EngineStats
@@ -40,7 +41,6 @@ from bagu.serve.wire.messages import (
     UnloadAdapter,
     Warming,
 )
-from bagu.serve.worker.main import engine_main
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -51,13 +51,13 @@ class EngineProcess:
     `state` is "loading", then "warming" and "ready"; "restarting" after a crash; "stopped" at shutdown. It is "failed"
     if the engine never became ready; then `on_failure` was called. `failure` is the reason of the last crash. The first
     process loads with this `niceness`, for the engines that serve meanwhile. `on_message` gets every message but those
-    with tokens, after it was handled.
+    with tokens, after it was handled. `launch` starts the process.
     """
 
     def __init__(
         self, load: Load, config: EngineConfig, pending: PendingCalls, *, stall_s: float = 60.0,
         on_failure: Callable[[], None] = lambda: None, load_draft: Load | None = None, niceness: int = 0,
-        on_message: Callable[[Any], None] = lambda message: None,
+        on_message: Callable[[Any], None] = lambda message: None, launch: Launch = LocalEngine,
     ) -> None:  # fmt: skip
         self.pending, self.stall_s = pending, stall_s
         self.state: Literal["loading", "warming", "ready", "restarting", "failed", "stopped"] = "loading"
@@ -66,7 +66,8 @@ class EngineProcess:
         self.adapters: Mapping[str, AdapterInfo] = {}  # loaded now; after a crash those of the start
         self.pid: int | None = None
         self._load, self._load_draft, self._config, self._on_failure = load, load_draft, config, on_failure
-        self._niceness, self._on_message = niceness, on_message
+        self._niceness, self._on_message, self._launch = niceness, on_message, launch
+        self._process: LaunchedEngine | None = None
         self._settled = asyncio.Event()  # the first start has ended: "ready", "failed" or "stopped"
         self._transport: asyncio.WriteTransport | None = None  # to the running process
         self._reported: str | None = None  # the error that the process sent before it ended
@@ -190,29 +191,34 @@ class EngineProcess:
 
     async def _run_process(self) -> str:
         """Run one engine process until it ends; returns the reason."""
-        spawn = multiprocessing.get_context("spawn")  # CUDA and OpenMP do not work after a fork
-        ours, theirs = socket.socketpair()
         niceness = self._niceness if self.state == "loading" else 0
-        args = (theirs, self._load, self._config, self._load_draft, niceness)
-        process = spawn.Process(target=engine_main, args=args, name="bagu-engine", daemon=True)
-        await asyncio.to_thread(process.start)
-        theirs.close()
+        start = EngineStart(self._load, self._config, self._load_draft, niceness)
+        try:
+            process = await asyncio.to_thread(self._launch, start, lambda: self.state == "stopped")
+        except BaguError as error:
+            return f"{error} ({error.hint})"
         self.pid, self.pending.last_message, self._reported = process.pid, time.perf_counter(), None
-        transport, reader = await asyncio.get_running_loop().create_unix_connection(
-            lambda: MessageReader(self.pending.deliver, self._handle), sock=ours
-        )
-        self._transport = transport
+        loop, sock = asyncio.get_running_loop(), process.connection
+        connect: Any = loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
+        transport, reader = await connect(lambda: MessageReader(self.pending.deliver, self._handle), sock=sock)
+        self._transport, self._process = transport, process
         if self.state == "stopped":
             self.send(Stop())
         try:
             await reader.ended
             await asyncio.to_thread(process.join, 5.0)
         finally:
-            self._transport = None
+            self._transport = self._process = None
             transport.abort()
             process.kill()
-            process.join()
-        return self._reported or _exit_reason(process.exitcode)
+            await asyncio.to_thread(process.join, 60.0)  # a GPU's memory may take seconds to be free
+        return self._reported or _exit_reason(process.exit_code)
+
+    def kill(self, reason: str) -> None:
+        """End a process that does not answer; it is started again, as after a crash."""
+        if self._process is not None:
+            self._reported = reason
+            self._process.kill()
 
     def send(self, message: Any) -> None:
         """Does not wait for the process to read: the transport buffers the rest if the socket is full. If the process

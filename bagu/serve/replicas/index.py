@@ -11,23 +11,33 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from bagu.serve.kv.blocks import extend_keys, longest_prefix
+from bagu.serve.kv.blocks import longest_prefix
 from bagu.serve.kv.groups import LayerGroup
+from bagu.serve.replicas.keys import KnownChunks, PromptKeys
 from bagu.serve.wire.messages import CacheChanges
 
 
 class Match(NamedTuple):
-    """The keys of a prompt's full blocks, and the tokens that each replica has cached."""
+    """The keys of a prompt, and the tokens of it that each replica has cached."""
 
-    keys: list[bytes]
+    keys: PromptKeys
     cached: dict[int, int]
+
+
+class Promise(NamedTuple):
+    """A replica will compute the full blocks of `tokens` from the one with this key on."""
+
+    replica: int
+    key: bytes
+    tokens: tuple[int, ...]
 
 
 class PrefixIndex:
     def __init__(self, block_size: int, groups: Sequence[LayerGroup]) -> None:
         self.block_size, self.groups = block_size, tuple(groups)
-        self._holders: dict[tuple[int, bytes], int] = {}  # bit r: replica r has the block
-        self._promised: dict[bytes, list[int]] = {}  # replicas that will compute it, once for each request
+        self._holders: list[dict[bytes, int]] = [{} for _ in groups]  # of each group; bit r: replica r has the block
+        self._promised: dict[bytes, list[Promise]] = {}  # by the key of their first block
+        self._known = KnownChunks()
         self._next: dict[int, int] = {}  # the number of the next message of a replica
 
     def update(self, replica: int, changes: CacheChanges) -> bool:
@@ -39,10 +49,11 @@ class PrefixIndex:
         if changes.cleared:
             self._clear(replica)
         bit = 1 << replica
-        for block in changes.entered:
-            self._holders[block] = self._holders.get(block, 0) | bit
-        for block in changes.left:
-            self._discard(block, bit)
+        for group, key in changes.entered:
+            held = self._holders[group]
+            held[key] = held.get(key, 0) | bit
+        for group, key in changes.left:
+            self._discard(group, key, bit)
         return True
 
     def drop(self, replica: int) -> None:
@@ -52,21 +63,27 @@ class PrefixIndex:
 
     def held(self, replica: int) -> set[tuple[int, bytes]]:
         """The blocks that a replica has."""
-        return {block for block, bits in self._holders.items() if bits >> replica & 1}
+        return {(g, key) for g, held in enumerate(self._holders) for key, bits in held.items() if bits >> replica & 1}
 
     def match(self, prompt: Sequence[int], replicas: Sequence[int]) -> Match:
         """How many leading tokens of a prompt each replica has. The last token is always computed: its logits are
         needed."""
-        B, keys = self.block_size, list[bytes]()
+        B, keys = self.block_size, PromptKeys(tuple(prompt), self.block_size, self._known)
         columns = (len(prompt) - 1) // B if self.groups else 0
-        extend_keys(keys, prompt, B, len(prompt) // B if self.groups else 0)
         found = dict.fromkeys(replicas, 0)
         left = sum(1 << r for r in replicas)
-        whole = [g for g, group in enumerate(self.groups) if group.window is None]
+        whole = [held for held, group in zip(self._holders, self.groups, strict=True) if group.window is None]
+        promised, made = self._promised, keys.made
+        ends: list[tuple[int, int]] = []  # of promised blocks: the column after them, and the replica's bit
+        soon: list[int] = []  # for each column the replicas that will compute it
         for i in range(columns):
+            key = made[i] if i < len(made) else keys[i]
+            if key in promised:
+                ends += [(keys.same_blocks(p.tokens, i), 1 << p.replica) for p in promised[key]]
+            soon.append(_promised_at(i, ends) if ends else 0)
             have = left
-            for g in whole:
-                have &= self._holds(g, keys[i])
+            for held in whole:
+                have &= held.get(key, 0) | soon[i]
             if have != left:
                 for r in _bits(left & ~have):
                     found[r] = i
@@ -76,42 +93,49 @@ class PrefixIndex:
         for r in _bits(left):
             found[r] = columns
         if len(whole) < len(self.groups):  # layers with a window need some blocks only
-            found = {r: longest_prefix(self.groups, B, n, partial(self._missing, keys, r)) for r, n in found.items()}
+            missing = partial(self._missing, keys, soon)
+            found = {r: longest_prefix(self.groups, B, n, partial(missing, r)) for r, n in found.items()}
         return Match(keys, {r: n * B for r, n in found.items()})
 
-    def promise(self, replica: int, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._promised.setdefault(key, []).append(replica)
+    def promise(self, replica: int, match: Match) -> Promise | None:
+        """The replica gets this prompt: what it has not cached will be. None if that has no full block."""
+        keys, first = match.keys, match.cached[replica] // self.block_size
+        if not self.groups or first >= keys.count:
+            return None
+        promise = Promise(replica, keys[first], keys.tokens)
+        self._promised.setdefault(promise.key, []).append(promise)
+        return promise
 
-    def fulfil(self, replica: int, keys: Sequence[bytes]) -> None:
+    def fulfil(self, promise: Promise) -> None:
         """The request has a token, or has left: what it computed is in the index."""
-        for key in keys:
-            who = self._promised[key]
-            who.remove(replica)
-            if not who:
-                del self._promised[key]
+        made = self._promised[promise.key]
+        made.remove(promise)
+        if not made:
+            del self._promised[promise.key]
 
-    def _missing(self, keys: Sequence[bytes], replica: int, group: int, at: range) -> int | None:
+    def _missing(self, keys: PromptKeys, soon: Sequence[int], replica: int, group: int, at: range) -> int | None:
         """The first of some columns of a prompt that a group of a replica does not have."""
-        return next((i for i in at if not self._holds(group, keys[i]) >> replica & 1), None)
+        held = self._holders[group]
+        return next((i for i in at if not (held.get(keys[i], 0) | soon[i]) >> replica & 1), None)
 
-    def _holds(self, group: int, key: bytes) -> int:
-        bits = self._holders.get((group, key), 0)
-        if who := self._promised.get(key):
-            for replica in who:
-                bits |= 1 << replica
-        return bits
-
-    def _discard(self, block: tuple[int, bytes], bit: int) -> None:
-        bits = self._holders.get(block, 0) & ~bit
-        if bits:
-            self._holders[block] = bits
+    def _discard(self, group: int, key: bytes, bit: int) -> None:
+        held = self._holders[group]
+        if bits := held.get(key, 0) & ~bit:
+            held[key] = bits
         else:
-            self._holders.pop(block, None)
+            held.pop(key, None)
 
     def _clear(self, replica: int) -> None:
-        for block in self.held(replica):
-            self._discard(block, 1 << replica)
+        for group, key in self.held(replica):
+            self._discard(group, key, 1 << replica)
+
+
+def _promised_at(column: int, ends: Sequence[tuple[int, int]]) -> int:
+    """The replicas whose promised blocks end after a column."""
+    bits = 0
+    for end, bit in ends:
+        bits |= bit if column < end else 0
+    return bits
 
 
 def _bits(bits: int) -> list[int]:

@@ -11,12 +11,13 @@ so a simulation (simulate.py) runs the same code as the server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from bagu.parallel.unlike.profile import Correction, Step, StepCost
 
+OUTPUT_MEMORY = 0.9  # weight of the answers before in the mean output, which is expected of the next request
 PIECE_S = 0.25  # the correction is updated this often, and when a request ends
 
 
@@ -86,7 +87,7 @@ class ReplicaLoad:
     def forecast(self, ask: Ask, cached: int, now: float) -> Forecast:
         """Runs for every replica and request, so the formula of a step (`StepCost.seconds`) is written out."""
         cost, n, slots = self.cost, self._choices, self.slots
-        each = cost.decode + (self._context / n * cost.attended if n else 0.0)  # of one more choice in a step
+        each = cost.decode + (self._context / n * cost.read if n else 0.0)  # of one more choice in a step
         batch = n if n < slots else slots
         step = cost.base + batch * each if n else 0.0
         wait = self._prefill + step  # below `slots` it joins the next step after the prompts before it
@@ -95,23 +96,29 @@ class ReplicaLoad:
         new = max(1, ask.prompt - cached)
         chunks = -(-new // self.step_tokens)  # each step of the prompt has a token of the others that run, too
         attended = new * cached + new * (new + 1) // 2
-        prefill = cost.base + new * cost.prompt + attended * cost.attended + chunks * min(n, slots - 1) * each
+        fixed = cost.base + cost.any_prompt + min(n, slots - 1) * each
+        prefill = chunks * fixed + new * cost.prompt + attended * cost.attended
         others = min(n + ask.choices, slots) - 1
-        own = cost.decode + (ask.prompt + ask.output // 2) * cost.attended
+        own = cost.decode + (ask.prompt + ask.output // 2) * cost.read
         decode = max(0, ask.output - 1) * (cost.base + others * each + own)
         factor = self.correction.factor
-        return Forecast(self._since(factor * wait, factor * each, factor, now), factor * prefill, factor * decode)
+        return Forecast(self._since(factor * wait, factor * each, now), factor * prefill, factor * decode)
 
-    def _since(self, wait: float, each: float, factor: float, now: float) -> float:
+    def next_step(self, each: float = 0.0) -> float:
+        """Predicted seconds of a step with the first prompt that has no token, and what runs, `each` for a choice."""
+        prompt = next(iter(self._unstarted.values()), 0.0)
+        return self.correction.factor * (prompt + self.cost.base) + self._running * each
+
+    def _since(self, wait: float, each: float, now: float) -> float:
         """The wait, less the time since the last progress. A replica that is silent for longer than its next step
         should take is stopped or overloaded: it is expected to be silent for as long again."""
         if not self._open:
             return 0.0
-        due = factor * (next(iter(self._unstarted.values()), 0.0) + self.cost.base) + self._running * each
+        due = self.next_step(each)
         silent = max(0.0, now - self._mark)
         return max(0.0, wait - silent) if silent <= due else wait + silent - due
 
-    def _attended(self, batch: int) -> int:
+    def _read(self, batch: int) -> int:
         """Positions that a step of this many choices attends to."""
         return self._context * batch // self._choices if self._choices else 0
 
@@ -148,7 +155,7 @@ class ReplicaLoad:
                 self._end_choices(found, ends)
         if tokens > 0:
             batch = max(1, min(running, tokens))
-            done += tokens / batch * self.cost.seconds(Step(0, batch, self._attended(batch)))
+            done += tokens / batch * self.cost.seconds(Step(0, batch, read=self._read(batch)))
         self._predicted += done
         self._measured += max(0.0, now - self._mark)
         self._mark = now
@@ -184,3 +191,9 @@ class ReplicaLoad:
         prefill = self._unstarted.pop(id)
         self._prefill = self._prefill - prefill if self._unstarted else 0.0  # no rest of rounding
         return prefill
+
+
+def least_wait(loads: Sequence[ReplicaLoad], output: float, now: float) -> float:
+    """Seconds until the prompt of a request that comes now would begin, at the replica where that is first."""
+    ask = Ask("", 1, round(output))
+    return min((load.forecast(ask, 0, now).wait for load in loads), default=0.0)

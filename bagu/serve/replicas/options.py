@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from bagu.config.options import Option
 from bagu.errors import ArgumentError, UnknownName
-from bagu.parallel.unlike.workers import Worker, divide_cores, parse_workers
+from bagu.parallel.unlike.workers import Cores, Worker, divide_cores, parse_workers
 from bagu.serve.config import EngineConfig
 from bagu.serve.replicas.router import POLICIES
 
 if TYPE_CHECKING:  # the command line reads the options, and nothing of the server
+    from bagu.serve.http.launch import Launch
     from bagu.serve.wire.messages import Load
 
 AUTO_CORES = 4  # `auto` without a GPU: an engine for this many cores
@@ -26,24 +27,28 @@ class ReplicaOptions:
     router: Annotated[str, Option("Which replica gets a request: finish, p2c, queue or rr.")] = "finish"
     min_replicas: Annotated[int | None, Option("Stop replicas without work, down to this many.")] = None
     max_replicas: Annotated[int | None, Option("Start replicas while requests wait, up to this many.")] = None
+    ray: Annotated[
+        str | None, Option("Place the replicas on a Ray cluster: auto, local, or its address.", metavar="ADDRESS")
+    ] = None
 
     def __post_init__(self) -> None:
         UnknownName.check("router", self.router, POLICIES)
-        given = [n for n in ("min_replicas", "max_replicas") if getattr(self, n) is not None]
+        given = [n for n in ("min_replicas", "max_replicas", "ray") if getattr(self, n) is not None]
         if self.replicas is None and (given or self.router != "finish"):
             name = (given or ["router"])[0].replace("_", "-")
             raise ArgumentError(f"--{name} without --replicas", hint="give --replicas auto, a number, or a list")
-        if any(getattr(self, name) < 1 for name in given):
+        if any(n is not None and n < 1 for n in (self.min_replicas, self.max_replicas)):
             raise ArgumentError(f"{self.min_replicas} to {self.max_replicas} replicas", hint="give 1 or more")
 
     def replication(self, *, cores: int, gpus: int) -> Replication | None:
-        """The replicas for a machine; None if they are not asked for. A list names those of the start: the last one is
-        repeated up to --max-replicas. `auto` is one for each GPU, or one for every AUTO_CORES cores."""
+        """The replicas for a machine or a cluster; None if they are not asked for. A list names those of the start: the
+        last one is repeated up to --max-replicas. `auto` is one for each GPU, or one for every AUTO_CORES cores."""
         if self.replicas is None:
             return None
         if self.replicas == "auto":
             number = self.max_replicas or gpus or max(1, cores // AUTO_CORES)
-            workers: tuple[Worker, ...] = (Worker(kind="cuda" if gpus else "cpu"),) * number
+            each = None if gpus or self.ray is None else AUTO_CORES
+            workers: tuple[Worker, ...] = (Worker(kind="cuda" if gpus else "cpu", cores=each),) * number
         else:
             workers = parse_workers(self.replicas)
         most = self.max_replicas or len(workers)
@@ -64,15 +69,18 @@ class ReplicaSpec(NamedTuple):
     load: Load
     config: EngineConfig
     load_draft: Load | None = None
+    launch: Launch | None = None  # None: a process of this machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replication:
-    """Replicas in the order in which they are started; the last ones are stopped first."""
+    """Replicas in the order in which they are started; the last ones are stopped first. `launch` gives the way in which
+    the engines of a worker are started on a cluster."""
 
     workers: tuple[Worker, ...]
     least: int
     router: str = "finish"
+    launch: Callable[[Worker], Launch] | None = None
 
     def specs(
         self, config: EngineConfig, cores: Sequence[int], load: Callable[[str], Load],
@@ -81,12 +89,18 @@ class Replication:
         """The engines: `load` gives the function that loads the model onto a device."""
         if config.tp > 1:
             raise ArgumentError(f"replicas with tp = {config.tp}", hint="choose one: each replica is on one device")
-        found, gpus = list[ReplicaSpec](), 0
-        for worker, own in zip(self.workers, divide_cores(self.workers, cores).of, strict=True):
+        found, gpus, launch = list[ReplicaSpec](), 0, self.launch
+        if launch is None:
+            each = divide_cores(self.workers, cores).of
+        else:
+            each = tuple(Cores(threads=worker.cores or 1) for worker in self.workers)
+        for worker, own in zip(self.workers, each, strict=True):
             device = worker.kind
             if worker.kind == "cuda":
-                device, gpus = f"cuda:{gpus}", gpus + 1
+                device = f"cuda:{gpus}"
+                gpus += launch is None  # a cluster shows an engine its own GPU only
             mine = replace(config, device=device, threads=own.threads, cores=own.pinned, is_replica=True)
             name = device if worker.kind == "cuda" else f"cpu:{own.threads}"
-            found.append(ReplicaSpec(name, load(device), mine, load_draft(device)))
+            start = None if launch is None else launch(worker)
+            found.append(ReplicaSpec(name, load(device), mine, load_draft(device), start))
         return tuple(found)

@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from bagu.parallel.unlike.profile import Step
 from bagu.serve.http.errors import ApiError
+from bagu.serve.http.launch import LocalEngine
 from bagu.serve.http.pending import PendingCalls
 from bagu.serve.http.process import EngineProcess
 from bagu.serve.replicas.load import ReplicaLoad
@@ -20,9 +22,9 @@ class Owner(Protocol):
 
     pending: PendingCalls
 
-    def on_tokens(self, replica: Replica, events: Sequence[Event], now: float) -> None: ...
+    def on_tokens(self, replica: Replica, events: Sequence[Event], now: float) -> Sequence[Event]: ...
     def on_accepted(self, replica: Replica, request_id: str) -> None: ...
-    def on_refused(self, request_id: str, error: ApiError) -> None: ...
+    def on_refused(self, replica: Replica, request_id: str, error: ApiError) -> None: ...
     def on_end(self, replica: Replica, error: ApiError) -> None: ...
     def on_message(self, replica: Replica, message: Any) -> None: ...
 
@@ -37,14 +39,14 @@ class ReplicaCalls(PendingCalls):
     def deliver(self, events: Sequence[Event], first_tokens: Sequence[tuple[float, float]] = ()) -> None:
         self.last_message = now = time.perf_counter()
         if events:
-            self._owner.on_tokens(self._replica, events, now)
+            events = self._owner.on_tokens(self._replica, events, now)
         self._owner.pending.deliver(events, first_tokens)
 
     def accept(self, request_id: str) -> None:
         self._owner.on_accepted(self._replica, request_id)
 
     def fail(self, request_id: str, error: ApiError) -> list[str]:
-        self._owner.on_refused(request_id, error)
+        self._owner.on_refused(self._replica, request_id, error)
         return []  # the owner aborts the other requests of the call, which may be elsewhere
 
     def fail_all(self, error: ApiError) -> None:
@@ -73,10 +75,11 @@ class Replica:
     def takes_requests(self) -> bool:
         return self.load is not None and self.state == "ready"
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its last message is recent."""
-        return self.process is not None and self.process.unhealthy_reason() is None
+    def silence(self, now: float) -> float:
+        """Seconds since its last message, if it serves; an engine without work sends one every second."""
+        if self.process is None or self.process.state != "ready":
+            return 0.0
+        return now - self.process.pending.last_message
 
     def has_adapter(self, name: str) -> bool:
         return self.process is not None and name in self.process.adapters
@@ -88,6 +91,7 @@ class Replica:
         self.process = process = EngineProcess(
             spec.load, spec.config, ReplicaCalls(self, self._owner), stall_s=self._stall_s, niceness=niceness,
             load_draft=spec.load_draft, on_message=lambda message: self._owner.on_message(self, message),
+            launch=spec.launch or LocalEngine,
         )  # fmt: skip
         process.start()
         await process.wait_until_settled()
@@ -111,10 +115,23 @@ class Replica:
             self.restarts += 1
             self.load.cost = capacity.cost
 
+    def speed(self) -> str:
+        """What was measured before it serves."""
+        assert self.load is not None
+        cost = self.load.cost
+        prompt, decode = (1e3 * cost.seconds(step) for step in (Step.of_prompt(128), Step.of_decodes([128])))
+        error = "" if cost.error is None else f"; {cost.error:.0%} off on steps that were not fitted"
+        return f"a prompt of 128 tokens takes {prompt:.3g} ms, a token {decode:.3g} ms{error}"
+
+    def first_tokens(self) -> dict[str, float]:
+        """Mean milliseconds to the first token of its requests, predicted and measured."""
+        means = {"predicted_first_token_ms": self.predicted_s, "measured_first_token_ms": self.measured_s}
+        return {name: round(1e3 * s / self.answered, 1) for name, s in means.items()} if self.answered else {}
+
     def describe(self) -> dict[str, Any]:
         """For /health."""
         failure = "" if self.process is None or self.state == "ready" else self.process.failure
         return {
             "replica": self.number, "device": self.spec.name, "state": self.state,
-            **({"reason": failure} if failure else {}),
+            **({"reason": failure} if failure else {}), **self.first_tokens(),
         }  # fmt: skip

@@ -2,7 +2,8 @@
 
     submit   the router chooses a replica for each request of a call, when its prompt is tokenized
     close    its unfinished requests are aborted where they are
-    death    of a replica: requests without a token go to another one, streams that began end with an error event; the
+    silence  of a replica for `silent_s`: it gets no requests, and those without a token go to another one
+    death    of a replica, or silence for `stall_s`: the same, and streams that began end with an error event; the
              process is started again (http/process.py)
 
 The calls, the metrics and the queue limit are one for all replicas, so that API keys, drains, hot swaps and the page
@@ -24,21 +25,20 @@ from bagu.serve.http.errors import ApiError
 from bagu.serve.http.pending import PendingCall, PendingCalls
 from bagu.serve.http.process import SHUTTING_DOWN
 from bagu.serve.images.prompt import keyed
-from bagu.serve.replicas.index import PrefixIndex
-from bagu.serve.replicas.load import Ask, Progress
+from bagu.serve.replicas.index import Match, PrefixIndex, Promise
+from bagu.serve.replicas.load import OUTPUT_MEMORY, Ask, Progress, least_wait
 from bagu.serve.replicas.options import ReplicaSpec
 from bagu.serve.replicas.replica import Replica
 from bagu.serve.replicas.report import replica_metrics, summed
 from bagu.serve.replicas.router import Candidate, Router
-from bagu.serve.replicas.scale import Scaler
+from bagu.serve.replicas.scale import BUSY_MEMORY, TICK_S, Scaler
 from bagu.serve.request import Event, Request, TokenEvent
 from bagu.serve.stats import EngineStats
 from bagu.serve.wire.messages import Abort, CacheChanges, GetIndex, Ready, Submit
 
 MOVES = 2  # how often a request goes to another replica: it may be what ends them
 USUAL_OUTPUT = 128  # tokens of an answer, before any has ended
-MEMORY = 0.9  # weight of the answers and of the load before
-TICK_S = 0.25  # how often the number of replicas is considered
+SILENT_S = 10.0  # until a replica counts as silent, or twice what its next step should take if that is longer
 NICENESS = 10  # of loading beside replicas that serve
 RETRY_S = 30.0  # until a replica that did not start is tried again
 DRAIN_S = 300.0  # a replica that is stopped lets its requests finish for this long
@@ -51,7 +51,7 @@ class _Sent:
     request: Request
     replica: Replica
     ask: Ask
-    keys: Sequence[bytes]  # promised blocks
+    promise: Promise | None  # of blocks that it will compute
     at: float
     predicted: float  # seconds to the first token
     accepted: bool = False
@@ -65,11 +65,12 @@ class ReplicaSet:
     def __init__(
         self, specs: Sequence[ReplicaSpec], pending: PendingCalls, *, router: str = "finish", least: int | None = None,
         stall_s: float = 60.0, on_failure: Callable[[], None] = lambda: None, niceness: int = 0,
-        scaler: Scaler | None = None,
+        scaler: Scaler | None = None, silent_s: float = SILENT_S,
     ) -> None:  # fmt: skip
         self.pending, self.router = pending, Router(router)
         pending.metrics.more_lines = self.metrics
         self.replicas = [Replica(i, spec, self, stall_s=stall_s) for i, spec in enumerate(specs)]
+        self.stall_s, self.silent_s = stall_s, silent_s
         self.failure = ""
         self.adapters: Mapping[str, AdapterInfo] = {}
         self.ready: Ready | None = None
@@ -105,6 +106,11 @@ class ReplicaSet:
         self._run(self._start())
 
     async def stop(self, timeout: float = 5.0) -> None:
+        for replica in self.replicas if not self._stopped else ():
+            if first := replica.first_tokens():
+                said = ", ".join(f"{name.split('_')[0]} {value:g} ms" for name, value in first.items())
+                _log(f"replica {replica.number} ({replica.spec.name}): {replica.answered} requests, mean time to the "
+                     f"first token {said}")  # fmt: skip
         self._stopped = True
         self._settled.set()
         for task in self._tasks:
@@ -153,9 +159,14 @@ class ReplicaSet:
         if not self.serving and not self._stopped:
             self._on_failure()
             return
-        while self._scaler.least < self._scaler.most:
+        if self._scaler.least < self._scaler.most:
+            self._run(self._keep_scaling())
+        last = time.perf_counter()
+        while True:
             await asyncio.sleep(TICK_S)
-            await self._scale()
+            now = time.perf_counter()
+            self._check_silence(now, now - last - TICK_S)
+            last = now
 
     async def _start_one(self, replica: Replica, niceness: int) -> None:
         if not await replica.start(niceness=niceness) and not self._stopped:
@@ -163,10 +174,46 @@ class ReplicaSet:
             self.failure = replica.process.failure
             _log(f"replica {replica.number} ({replica.spec.name}) did not start: {self.failure}")
 
+    def _check_silence(self, now: float, late: float) -> None:
+        """Move the requests of silent replicas that have no token yet; end a replica that stays silent. `late`: so long
+        this process itself was stopped or blocked, and read no messages."""
+        for replica in self.replicas:
+            if late > 4 * TICK_S and replica.process is not None:
+                replica.process.pending.last_message += late
+            if self._is_silent(replica, now):
+                self._move(replica)
+            if replica.process is not None and (silence := replica.silence(now)) > max(self.stall_s, self.silent_s):
+                replica.process.kill(f"no message for {silence:.0f} s")
+
+    def _is_silent(self, replica: Replica, now: float) -> bool:
+        step = 0.0 if replica.load is None else replica.load.next_step()
+        return replica.silence(now) > max(self.silent_s, 2 * step)
+
+    def _move(self, replica: Replica) -> None:
+        """Send what has no token yet to other replicas, if one answers. The engine may go on: it gets an abort, and
+        its messages about these requests are ignored."""
+        if not any(not self._is_silent(r, time.perf_counter()) for r in self.serving):
+            return
+        moving = [s for s in self._sent.values() if s.replica is replica and not s.started and s.moves < MOVES]
+        if moving:
+            _log(f"replica {replica.number} is silent: {len(moving)} requests without a token go to others")
+        for sent in moving:
+            self._abort([sent.request.id])
+            self._place(sent.request, sent.moves + 1, sent.accepted)
+
+    def _able(self, now: float) -> list[Replica]:
+        """The replicas that get requests: those that serve and are not silent; if all are, any of them."""
+        return [replica for replica in self.serving if not self._is_silent(replica, now)] or self.serving
+
+    async def _keep_scaling(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._scale()
+
     async def _scale(self) -> None:
         now, serving = time.perf_counter(), self.serving
         working = sum(r.load is not None and r.load.choices > 0 for r in serving)
-        self._busy = MEMORY * self._busy + (1 - MEMORY) * working
+        self._busy = BUSY_MEMORY * self._busy + (1 - BUSY_MEMORY) * working
         unused = [r for r in self.replicas if r.state in ("stopped", "failed")]
         changing, wait = len(self.replicas) - len(serving) - len(unused), self.predicted_wait(now)
         change = self._scaler.decide(now, ready=len(serving), changing=changing, wait_s=wait, busy=self._busy)
@@ -189,8 +236,7 @@ class ReplicaSet:
 
     def predicted_wait(self, now: float) -> float:
         """Seconds until the prompt of a request that comes now would begin, at the replica where that is first."""
-        asks = Ask("", 1, round(self._output))
-        return min((r.load.forecast(asks, 0, now).wait for r in self.serving if r.load is not None), default=0.0)
+        return least_wait([r.load for r in self.serving if r.load is not None], self._output, now)
 
     def _run(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -211,10 +257,11 @@ class ReplicaSet:
 
     def _place(self, request: Request, moves: int = 0, accepted: bool = False) -> None:
         """Choose a replica and send the request there; there is one that serves."""
-        now, serving = time.perf_counter(), self.serving
-        having = [r for r in serving if request.adapter is None or r.has_adapter(request.adapter)] or serving
-        among = [r for r in having if r.is_alive] or having
-        keys, cached = self._cached(request, among)
+        now = time.perf_counter()
+        able = self._able(now)
+        among = [r for r in able if request.adapter is None or r.has_adapter(request.adapter)] or able
+        match = self._match(request, among)
+        cached = match.cached if match is not None else {}
         output = min(request.sampling.max_tokens, round(self._output))
         output = request.sampling.max_tokens if request.sampling.ignore_eos else output
         ask = Ask(request.id, len(request.prompt), output, request.sampling.n)
@@ -224,18 +271,17 @@ class ReplicaSet:
         replica = self.replicas[choice.number]
         assert replica.load is not None and replica.process is not None
         replica.load.add(ask, choice.cached, now)
+        promise = self._index.promise(replica.number, match) if self._index and match else None
         self._sent[request.id] = _Sent(
-            request, replica, ask, keys, now, choice.forecast.first_token, accepted, False, moves, ask.choices
+            request, replica, ask, promise, now, choice.forecast.first_token, accepted, False, moves, ask.choices
         )
-        if self._index is not None:
-            self._index.promise(replica.number, keys)
         replica.process.send(Submit((request,)))
 
-    def _cached(self, request: Request, among: Sequence[Replica]) -> tuple[Sequence[bytes], Mapping[int, int]]:
-        """The keys of a prompt, and what each replica has of it. An adapter's blocks have keys that differ between
-        replicas (adapters/registry.py), and are taken for new."""
+    def _match(self, request: Request, among: Sequence[Replica]) -> Match | None:
+        """What each replica has of a prompt. An adapter's blocks have keys that differ between replicas
+        (adapters/registry.py), and are taken for new."""
         if self._index is None or request.adapter is not None or request.sampling.prompt_logprobs is not None:
-            return (), {}
+            return None
         content = keyed(request.prompt, request.images) if request.images else request.prompt
         return self._index.match(content, [r.number for r in among])
 
@@ -253,15 +299,18 @@ class ReplicaSet:
         return sent
 
     def _fulfil(self, sent: _Sent) -> None:
-        if self._index is not None and sent.keys:
-            self._index.fulfil(sent.replica.number, sent.keys)
-            sent.keys = ()
+        if self._index is not None and sent.promise is not None:
+            self._index.fulfil(sent.promise)
+            sent.promise = None
 
-    def on_tokens(self, replica: Replica, events: Sequence[Event], now: float) -> None:
+    def on_tokens(self, replica: Replica, events: Sequence[Event], now: float) -> Sequence[Event]:
+        """Account for the events of a message; returns those of requests that are not at another replica now."""
         made: list[Progress] = []
+        moved: list[Event] = []
         for event in events:
             sent = self._sent.get(event.request_id)
             if sent is None or sent.replica is not replica:
+                moved += [event] if sent is not None else []
                 continue
             if not sent.started:
                 sent.started = True
@@ -276,10 +325,12 @@ class ReplicaSet:
             sent.choices -= ends
             if not sent.choices:
                 del self._sent[event.request_id]
-                self._output = MEMORY * self._output + (1 - MEMORY) * max(1.0, sent.tokens / sent.ask.choices)
+                mean = sent.tokens / sent.ask.choices
+                self._output = OUTPUT_MEMORY * self._output + (1 - OUTPUT_MEMORY) * max(1.0, mean)
             made.append(Progress(event.request_id, tokens, ends))
         if replica.load is not None:
             replica.load.progress(made, now)
+        return [event for event in events if event not in moved] if moved else events
 
     def on_accepted(self, replica: Replica, request_id: str) -> None:
         sent = self._sent.get(request_id)
@@ -287,7 +338,9 @@ class ReplicaSet:
             sent.accepted = True
             self.pending.accept(request_id)
 
-    def on_refused(self, request_id: str, error: ApiError) -> None:
+    def on_refused(self, replica: Replica, request_id: str, error: ApiError) -> None:
+        if (sent := self._sent.get(request_id)) is not None and sent.replica is not replica:
+            return  # it has moved
         self._forget(request_id)
         self._abort(self.pending.fail(request_id, error))
 
@@ -309,6 +362,7 @@ class ReplicaSet:
     def on_message(self, replica: Replica, message: Any) -> None:
         if isinstance(message, Ready):
             replica.on_ready(message)
+            _log(f"replica {replica.number} ({replica.spec.name}): {replica.speed()}")
             self.ready = self.ready or message
             capacity = message.capacity
             if self._index is None and capacity is not None and capacity.groups:
@@ -332,7 +386,7 @@ class ReplicaSet:
         for attempt in range(MOVES + 1):
             self.require_ready()
             ask = Ask(f"embed-{next(self._embeds)}", sum(map(len, texts)), 1)
-            candidates = [Candidate(r.number, r.load, 0) for r in self.serving if r.load is not None]
+            candidates = [Candidate(r.number, r.load, 0) for r in self._able(time.perf_counter()) if r.load is not None]
             replica = self.replicas[self.router.choose(candidates, ask, time.perf_counter()).number]
             assert replica.load is not None and replica.process is not None
             replica.load.add(ask, 0, time.perf_counter())

@@ -9,6 +9,8 @@ wait that falls is a queue that the replicas work off. One starts or ends at a t
 
 from typing import Literal
 
+TICK_S = 0.25  # how often the number is considered
+BUSY_MEMORY = 0.9  # weight of the ticks before in `busy`
 GROW_WAIT_S, GROW_FOR_S, FALLING = 0.5, 2.0, 0.9
 SHRINK_LOAD, SHRINK_FOR_S = 0.5, 30.0
 Change = Literal["grow", "shrink"]
