@@ -6,13 +6,14 @@ from torch.nn import functional as F
 
 from bagu.errors import ArgumentError
 from bagu.nn import ModelConfig
-from bagu.nn.vision.group import GroupingBlock, GroupViT, GroupViTConfig, Stage
+from bagu.nn.vision.group import GroupingBlock, GroupViT, GroupViTConfig, Stage, upsample_guided
 from bagu.nn.vision.patches import cut, pack, to_floats
 from bagu.nn.vision.towers import TowersConfig, TwoTowers, init_vision
 from bagu.nn.vision.vit import ViT, ViTConfig
 from bagu.nn.vision.vlm import VLM, VLMConfig, shuffled
 from bagu.ops.gumbel_softmax.noise import gumbel, words
 from bagu.train.objectives.contrastive import contrastive_nll
+from bagu.train.objectives.vision_losses import names_nll
 
 VIT = ViTConfig(image_size=32, patch_size=8, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 
@@ -122,6 +123,54 @@ def test_segments_cover_the_picture_and_do_not_flicker():
     for soft in seen.assignments:
         torch.testing.assert_close(soft.sum(1), torch.ones_like(soft[:, 0]))  # a token is divided over the groups
     assert not seen.pooled.equal(model(images).pooled)  # sampled in training
+
+
+def test_a_group_without_its_token_says_what_its_members_say():
+    """With the token a group sees every patch, whoever its members are."""
+    stage = Stage(layers=1, groups=4)
+    tokens, groups = torch.randn(1, 1, 32), torch.randn(1, 4, 32)
+    for carry in (True, False):
+        block = init_vision(GroupingBlock(GroupViTConfig(vit=VIT, stages=(stage,), carry=carry), 4, 4), 0)
+        out, soft = block(tokens, groups, None)
+        empty = set(range(4)) - set(soft.argmax(1).unique().tolist())
+        assert len(empty) == 3
+        rows = out[0, sorted(empty)]
+        assert rows.std(0).max() > 1e-3 if carry else rows.abs().max() < 1e-6
+
+
+def test_first_group_tokens_take_different_patches():
+    """At the scale of other embeddings (0.02) attention adds the same to all of them, and one takes every patch."""
+    config = GroupViTConfig(vit=VIT, stages=(Stage(layers=2, groups=6),))
+    images = pixels(8, 3, 32, 32, seed=3)
+    used = [init_vision(GroupViT(config), seed).eval().shares(images).argmax(1).unique().numel() for seed in range(4)]
+    assert min(used) >= 4
+
+
+def test_guided_maps_follow_edges_finer_than_a_patch():
+    truth = torch.zeros(1, 32, 32, dtype=torch.int64)
+    truth[0, 5:27, 14:17] = 1  # a stroke of 3 pixels: no patch of 8 is mostly ink
+    images = (truth * 200 + 20).unsqueeze(1).expand(-1, 3, -1, -1).to(torch.uint8)
+    inked = F.avg_pool2d(truth.float().unsqueeze(1), 8) > 0.1
+    maps = torch.cat((~inked, inked), 1).float()
+    guided = upsample_guided(maps, images).argmax(1)
+    plain = F.interpolate(maps, (32, 32), mode="bilinear").argmax(1)
+    iou = [float((m * truth).sum() / (m | truth).sum()) for m in (guided, plain)]
+    assert iou[0] > 0.95 and iou[1] < 0.5
+    assert upsample_guided(maps, torch.zeros_like(images)).isfinite().all(), "an image of one colour"
+
+
+def test_a_name_is_looked_for_among_the_groups():
+    names = torch.eye(4)
+    groups = torch.eye(4).view(2, 2, 4)  # an image of things 0 and 1, and one of 2 and 3
+    present = torch.tensor([[True, True, False, False], [False, False, True, True]])
+    scale = torch.tensor(10.0)
+    assert float(names_nll(groups, names, present, scale)) < 1e-3
+    mixed = F.normalize(groups.mean(1, keepdim=True), dim=2)  # one group of all things
+    assert float(names_nll(mixed, names, present, scale)) > 5 * float(names_nll(groups, names, present, scale))
+    everywhere = torch.ones(2, 4, dtype=torch.bool)  # no rivals: nothing to learn, and no NaN
+    groups.requires_grad_()
+    (grad,) = torch.autograd.grad(names_nll(groups, names, everywhere, scale), groups)
+    assert grad.abs().max() < 1e-6
 
 
 def test_the_contrastive_loss_is_that_of_open_clip_without_its_matrix():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from small_adapters import merge_into, random_adapter
 from small_vlm import SIDE, TOKENS, file_of, picture, small_vlm
 
 from bagu.errors import ArgumentError
@@ -89,6 +92,19 @@ def test_text_between_images_is_answered_as_without_an_encoder():
     assert together["text"] == answers(engine_of(model.decoder), text)["text"]
 
 
+def test_an_adapter_answers_about_an_image_as_the_merged_model_does():
+    model, merged = small_vlm(), small_vlm()
+    adapter = random_adapter(model.decoder, 1)
+    merge_into(merged.decoder, adapter)
+    engine = engine_of(model, max_adapters=1)
+    engine.load_adapter("own", "in memory", adapter)
+    given = [request(*r) for r in REQUESTS]
+    named = [replace(r, id=f"{r.id} adapted", adapter="own") for r in given]
+    found = answers(engine, *given, *named)
+    assert found == {r.id: expected(m, r) for m, part in ((model, given), (merged, named)) for r in part}
+    assert [found[r.id] for r in given] != [found[r.id] for r in named], "the adapter changes the answers"
+
+
 def logprobs(engine: Engine, id: str, seeds: list[int]) -> list[float]:
     """Of the answer to a prompt of one block of text, two images of a block each, and text."""
     engine.submit(request(id, [2, 40, 41, 42, IMAGE, IMAGE, 50, 51, 52, 53, 7], seeds, logprobs=0))
@@ -111,6 +127,18 @@ def test_two_images_share_no_block_and_equal_ones_all():
     other = logprobs(cached, "other", [0, 2])
     assert other == logprobs(fresh, "other", [0, 2]) and all(a != b for a, b in zip(first, other, strict=True))
     assert cached.stats().prefix_hits - after.prefix_hits == 8, "the text and the first image, not the second"
+
+
+def test_an_image_and_a_short_question_are_found_again():
+    """26 tokens: of blocks of 16 one would be found, 62 %."""
+    engine = Engine(small_vlm(), None, EngineConfig(num_blocks=200))
+    prompt = [2, IMAGE, *range(40, 59), 9, 3]
+    for id in ("first", "again"):
+        before = engine.stats()
+        answers(engine, request(id, prompt, [0]))
+    after = engine.stats()
+    assert (after.prefix_queries - before.prefix_queries, after.prefix_hits) == (26, 25)
+    assert (after.images_encoded, after.images_reused) == (1, 0), "nothing of the image is computed again"
 
 
 def test_keys_tell_images_places_and_sizes_apart():

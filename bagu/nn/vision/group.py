@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple, Unpack
 
 import torch
@@ -47,6 +48,7 @@ class GroupViTConfig:
     stages: tuple[Stage, ...]
     tau: float = 1.0
     eps: float = 1.0  # added to the number of a group's members
+    carry: bool = True  # a group's vector contains its group token, which has seen every patch; else its members only
 
 
 class MLP(nn.Module):
@@ -86,7 +88,7 @@ class GroupingBlock(nn.Module):
 
     def __init__(self, config: GroupViTConfig, num_tokens: int, groups: int, **factory: Unpack[Factory]) -> None:
         super().__init__()
-        vit, self.tau, self.eps = config.vit, config.tau, config.eps
+        vit, self.tau, self.eps, self.carry = config.vit, config.tau, config.eps, config.carry
         D = vit.hidden_size
         self.norm_groups, self.norm_mixed, self.norm_tokens, self.norm_new = (
             LayerNorm(D, vit.eps, bias=True, **factory) for _ in range(4)
@@ -107,7 +109,7 @@ class GroupingBlock(nn.Module):
         taken = ops.group_assign(
             scores, self.value(tokens), tau=self.tau, hard=True, noise=seed is not None, seed=seed or 0, eps=self.eps
         )
-        x = self.out(taken) + groups
+        x = self.out(taken) + groups if self.carry else self.out(taken)
         return x + self.channels(self.norm_new(x)), ops.softmax(scores).mT
 
 
@@ -162,12 +164,41 @@ class GroupViT(nn.Module):
         return body(ids.flatten(), places.flatten(), cu_seqlens, length, placed=placed).hidden.view(B, length, D)
 
     @torch.no_grad()
-    def segments(self, images: torch.Tensor) -> torch.Tensor:
-        """[B, H, W] int64: the last group of every pixel. The assignments of the stages are multiplied, and the map of
-        each group is interpolated from patches to pixels."""
+    def shares(self, images: torch.Tensor) -> torch.Tensor:
+        """[B, G, rows, columns]: how much of a patch is in each of the last groups, the product over the stages."""
         seen = self(images)
         share = seen.assignments[0]
         for later in seen.assignments[1:]:
             share = later @ share
-        maps = share.unflatten(2, seen.grid).float()
+        return share.unflatten(2, seen.grid).float()
+
+    def segments(self, images: torch.Tensor, *, guided: bool = True) -> torch.Tensor:
+        """[B, H, W] int64: the last group of every pixel. The maps of the groups go from patches to pixels guided by
+        the colours of the image, or by bilinear interpolation."""
+        maps = self.shares(images)
+        if guided:
+            return upsample_guided(maps, images).argmax(1)
         return F.interpolate(maps, tuple(images.shape[-2:]), mode="bilinear").argmax(1)
+
+
+def upsample_guided(
+    maps: torch.Tensor, images: torch.Tensor, *, radius: int = 2, reach: float = 1.0, contrast: float = 0.8
+) -> torch.Tensor:
+    """Joint bilateral upsampling (https://dl.acm.org/doi/10.1145/1276377.1276497): maps[B, G, h, w] of patches to
+    [B, G, H, W] of pixels. A pixel takes the mean of the patches around it, weighted by their distance (in patches,
+    deviation `reach`) and by how much their mean colour differs from the pixel's (in deviations of the image's
+    colours, deviation `contrast`). So an edge that is finer than a patch follows the image."""
+    size, (h, w) = images.shape[-2:], maps.shape[-2:]
+    x = images.to(maps.dtype)
+    x = x - x.mean((2, 3), keepdim=True)
+    x = x / x.square().sum(1, keepdim=True).mean((2, 3), keepdim=True).sqrt().clamp(min=1e-6)
+    small = F.adaptive_avg_pool2d(x, (h, w))
+    around = F.pad(torch.cat((maps, small), 1), (radius,) * 4, mode="replicate")
+    offsets = [((torch.arange(n, device=x.device) + 0.5) * m / n) % 1 - 0.5 for n, m in zip(size, (h, w), strict=True)]
+    total = maps.new_zeros(*maps.shape[:2], *size)
+    for dy, dx in product(range(2 * radius + 1), repeat=2):
+        part, colour = F.interpolate(around[:, :, dy : dy + h, dx : dx + w], size).split((maps.shape[1], 3), 1)
+        distance = (offsets[0] - dy + radius).square().unsqueeze(1) + (offsets[1] - dx + radius).square()
+        difference = (x - colour).square().sum(1, keepdim=True)
+        total += part * torch.exp(-distance / (2 * reach**2) - difference / (2 * contrast**2))
+    return total

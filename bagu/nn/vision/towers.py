@@ -4,6 +4,7 @@ logits. The image tower is any module that returns `pooled` vectors: a ViT or a 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Unpack
@@ -64,8 +65,11 @@ class TwoTowers(nn.Module):
 
     def image_vectors(self, images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """[B, dim], unit length."""
-        pooled = self.image(images).pooled
-        return F.normalize(pooled if self.image_projection is None else self.image_projection(pooled), dim=-1)
+        return self.shared(self.image(images).pooled)
+
+    def shared(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., dim], unit length: vectors of the image tower in the space of both."""
+        return F.normalize(x if self.image_projection is None else self.image_projection(x), dim=-1)
 
     def text_vectors(
         self, ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int
@@ -86,10 +90,13 @@ def init_vision(model: nn.Module, seed: int) -> nn.Module:
     """First weights of a model that contains Transformers, drawn by name as nn/init.py does: matrices outside of them
     keep the variance of their input."""
     inside: set[int] = set()
+    groups: list[torch.Tensor] = []
     for path, module in model.named_modules():
         if isinstance(module, Transformer):
-            init_weights(module, seed + 1 + len(path))
+            init_weights(module, seed + 1 + zlib.crc32(path.encode()) % 2**16)
             inside |= {id(p) for p in module.parameters()}
+        elif isinstance(module, GroupViT):
+            groups += [body.get_parameter("embedding.weight") for body in module.bodies]
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
     for name, p in model.named_parameters():
         if id(p) in inside:
@@ -104,4 +111,7 @@ def init_vision(model: nn.Module, seed: int) -> nn.Module:
             p.zero_()
         else:
             p.copy_(draw(p.shape, name, seed) * (p.shape[-1] ** -0.5 if isinstance(owner, Linear) else 0.02))
+    for number, tokens in enumerate(groups):
+        # as long as a patch, and orthogonal: at 0.02 attention adds the same to all, and one group takes every patch
+        nn.init.orthogonal_(tokens, tokens.shape[1] ** 0.5, generator=torch.Generator().manual_seed(seed + number))
     return model

@@ -56,15 +56,12 @@ def shuffled(patches: torch.Tensor, grid: tuple[int, int], block: int) -> torch.
     return x.transpose(1, 2).reshape(rows * columns // block**2, -1)
 
 
-class VLM(nn.Module):
-    def __init__(self, config: VLMConfig, **factory: Unpack[Factory]) -> None:
+class VisionPart(nn.Module):
+    """The part of a vision-language model before its decoder: images to vectors."""
+
+    def __init__(self, config: VLMConfig, vit: ViT, up: Linear, down: Linear) -> None:
         super().__init__()
-        self.config = config
-        wide, D = config.vit.hidden_size * config.shuffle**2, config.decoder.hidden_size
-        self.vit = ViT(config.vit, **factory)
-        self.up = Linear(wide, D, bias=True, **factory)
-        self.down = Linear(D, D, bias=True, **factory)
-        self.decoder = Transformer(config.decoder, **factory)
+        self.config, self.vit, self.up, self.down = config, vit, up, down
 
     def encode(self, images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The vectors [N, D] of each image, in the order of its placeholders."""
@@ -77,6 +74,14 @@ class VLM(nn.Module):
         wide = torch.cat([shuffled(part, grid, block) for part, grid in zip(parts, grids, strict=True)])
         vectors = self.down(activate("gelu", self.up(wide)))
         return list(vectors.split([n // block**2 for n in counts]))
+
+
+class VLM(VisionPart):
+    def __init__(self, config: VLMConfig, **factory: Unpack[Factory]) -> None:
+        wide, D = config.vit.hidden_size * config.shuffle**2, config.decoder.hidden_size
+        up, down = (Linear(size, D, bias=True, **factory) for size in (wide, D))
+        super().__init__(config, ViT(config.vit, **factory), up, down)
+        self.decoder = Transformer(config.decoder, **factory)
 
     def place(self, ids: torch.Tensor, images: torch.Tensor | Sequence[torch.Tensor]) -> Placed:
         """The vectors of all images at the placeholders of ids[T], in order."""

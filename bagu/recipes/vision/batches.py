@@ -13,9 +13,9 @@ import torch
 from bagu.data.pictures.glyphs import SANS, Concept, concepts, masks
 from bagu.data.pictures.paint import painted
 from bagu.data.pictures.read import decode, pairs_of
-from bagu.data.pictures.scenes import DESCRIBE, Scene, draw_scenes, paint_scenes
+from bagu.data.pictures.scenes import DESCRIBE, THINGS, Scene, draw_scenes, paint_scenes
 from bagu.data.tokenizer import BpeTokenizer
-from bagu.train.objectives.vision_losses import PictureBatch, packed_texts
+from bagu.train.objectives.vision_losses import Names, PictureBatch, packed_texts
 from bagu.types import IGNORE
 
 Make = Callable[[torch.Generator], PictureBatch]
@@ -73,14 +73,20 @@ def _style_masks(style: str) -> torch.Tensor:
 
 
 def scene_batches(tokenizer: BpeTokenizer, rows: int, *, least: int = 1, most: int = 4) -> Make:
-    """Scenes and their captions, for two towers."""
+    """Scenes, their captions, and the names in the captions, for two towers. The names of a batch are in one language,
+    so that each thing has one."""
     encode = cache(lambda text: tuple(tokenizer.encode(text)))
 
     def make(stream: torch.Generator) -> PictureBatch:
         scenes = draw_scenes(rows, stream, least=least, most=most)
         english = torch.randint(2, (rows,), generator=stream).tolist()
         texts = [encode(s.caption("en" if e else "zh")) for s, e in zip(scenes, english, strict=True)]
-        return PictureBatch(images=paint_scenes(scenes, stream).pictures, **packed_texts(texts))
+        present = torch.zeros(rows, len(THINGS), dtype=torch.bool)
+        for row, scene in zip(present, scenes, strict=True):
+            row[list(scene.things)] = True
+        word = english[0]
+        names = Names(present=present, **packed_texts([encode(thing[1 - word]) for thing in THINGS.values()]))
+        return PictureBatch(images=paint_scenes(scenes, stream).pictures, names=names, **packed_texts(texts))
 
     return make
 

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 from bagu.data.pictures.glyphs import SANS, UNSEEN, Concept, Language, concepts, in_style, masks
 from bagu.data.pictures.paint import painted
-from bagu.data.pictures.scenes import CHARS, COUNTS, DESCRIBE, RELATIONS, Scene, draw_scenes, paint_scenes
+from bagu.data.pictures.scenes import CHARS, COUNTS, DESCRIBE, RELATIONS, Drawn, Scene, draw_scenes, paint_scenes
 from bagu.eval.intervals import compare, estimate
-from bagu.nn.vision.group import GroupViT
+from bagu.nn.vision.group import GroupViT, upsample_guided
 from bagu.nn.vision.towers import TwoTowers
 from bagu.nn.vision.vit import ViT
 from bagu.nn.vision.vlm import VLM
 from bagu.recipes.vision.batches import prompt_of
-from bagu.recipes.vision.run import Seeing
+from bagu.recipes.vision.run import Seeing, new_model
 from bagu.train.objectives.vision_losses import packed_texts
 
 CHUNK = 128
@@ -144,40 +144,81 @@ def kmeans(x: torch.Tensor, k: int, *, rounds: int = 12, seed: int = 0) -> torch
 
 
 @torch.no_grad()
-def patch_segments(vit: ViT, images: torch.Tensor, k: int) -> torch.Tensor:
-    """[N, H, W]: k-means of a plain ViT's patches, per image."""
+def patch_clusters(vit: ViT, images: torch.Tensor, k: int) -> torch.Tensor:
+    """[N, k, rows, columns] of 0 and 1: k-means of a plain ViT's patches, per image."""
     out = []
     for image in images:
         seen = vit(image.unsqueeze(0).to(vit.patches.weight.device))
-        near = kmeans(seen.hidden[seen.packed.rows].float().cpu(), k).view(1, 1, *seen.packed.grids[0]).float()
-        out.append(F.interpolate(near, tuple(image.shape[-2:]))[0, 0].long())
+        near = kmeans(seen.hidden[seen.packed.rows].float().cpu(), k)
+        out.append(F.one_hot(near, k).T.unflatten(1, seen.packed.grids[0]).float())
+    return torch.stack(out)
+
+
+def true_patches(labels: torch.Tensor, patch: int, ground: float) -> torch.Tensor:
+    """[N, things + 1, rows, columns] of 0 and 1: the right thing of every patch. The ground counts `ground` times,
+    because strokes are thinner than a patch."""
+    share = F.avg_pool2d(F.one_hot(labels.long()).permute(0, 3, 1, 2).float(), patch)
+    share[:, 0] *= ground
+    return F.one_hot(share.argmax(1), share.shape[1]).permute(0, 3, 1, 2).float()
+
+
+def map_scores(name: str, maps: torch.Tensor, drawn: Drawn) -> dict[str, float]:
+    """mIoU of maps of patches at the pixels, guided by colours and by interpolation alone."""
+    size = tuple(drawn.labels.shape[-2:])
+    plain = F.interpolate(maps, size, mode="bilinear").argmax(1)
+    guided = upsample_guided(maps, drawn.pictures).argmax(1)
+    return {
+        name: estimate(best_iou(drawn.labels, guided)).mean,
+        f"{name}_unguided": estimate(best_iou(drawn.labels, plain)).mean,
+    }
+
+
+def coloured_places(images: torch.Tensor, k: int, places: float) -> torch.Tensor:
+    """[N, H, W] clusters of the pixels of images[N, 3, H, W]: k-means of their colours and, `places` times as much, of
+    where they are, each in deviations of the image."""
+    rows, columns = images.shape[-2:]
+    where = torch.cartesian_prod(torch.linspace(-1, 1, rows), torch.linspace(-1, 1, columns))
+    out = []
+    for image in images.float():
+        parts = [image.flatten(1).T] + ([where] if places else [])
+        scales = (1.0, places)
+        found = [
+            (x - x.mean(0)) / x.var(0).sum().sqrt().clamp(min=1e-6) * w for x, w in zip(parts, scales, strict=False)
+        ]
+        out.append(kmeans(torch.cat(found, 1), k).view(rows, columns))
     return torch.stack(out)
 
 
 def segment_scores(seeing: Seeing, plain: Seeing | None, *, count: int = 120, seed: int = 9) -> dict[str, Any]:
-    """mIoU over the things of held-out scenes of 2 or 3: GroupViT, k-means of colours, k-means of a plain ViT's
-    patches, each with the best of several numbers of clusters."""
+    """mIoU over the things of held-out scenes of 2 or 3: GroupViT as trained and with its first weights, k-means of
+    colours, of colours and places, of a plain ViT's patches, and an oracle of patches; k-means and the oracle with the
+    best of several settings. Maps of patches go to pixels in the same two ways, whatever they come from."""
     assert isinstance(seeing.model, TwoTowers) and isinstance(seeing.model.image, GroupViT)
     stream = torch.Generator().manual_seed(seed)
     drawn = paint_scenes(draw_scenes(count, stream, least=2, most=3), stream)
-    device = seeing.model.log_scale.device
-    groups = torch.cat([seeing.model.image.segments(p.to(device)).cpu() for p in drawn.pictures.split(32)])
-    used = groups.flatten(1)
-    result: dict[str, Any] = {
-        "scenes": count, "groupvit": estimate(best_iou(drawn.labels, groups)).mean,
-        "groups_used": sum(len(row.unique()) for row in used) / count,
-    }  # fmt: skip
-    pixels = drawn.pictures.float() / 255
-    for k in (2, 3, 4, 6):
-        colours = torch.stack([kmeans(p.flatten(1).T, k).view(p.shape[1:]) for p in pixels])
-        result[f"colours_{k}"] = estimate(best_iou(drawn.labels, colours)).mean
+    result: dict[str, Any] = {"scenes": count}
+    for name, model in (("groupvit", seeing.model), ("untrained", new_model(seeing.run).eval())):
+        assert isinstance(model, TwoTowers) and isinstance(model.image, GroupViT)
+        device = model.log_scale.device
+        shares = torch.cat([model.image.shares(p.to(device)).cpu() for p in drawn.pictures.split(32)])
+        result |= map_scores(name, shares, drawn)
+        result[f"{name}_groups"] = sum(len(groups.unique()) for groups in shares.argmax(1)) / count
+    best: dict[str, list[float]] = {}
+    for ground in (0.15, 0.4):
+        maps = true_patches(drawn.labels, seeing.model.image.config.vit.patch_size, ground)
+        for name, value in map_scores("oracle", maps, drawn).items():
+            best.setdefault(name, []).append(value)
+    for k in (2, 3, 4, 6, 8):
+        found = {
+            name: estimate(best_iou(drawn.labels, coloured_places(drawn.pictures, k, places))).mean
+            for name, places in (("colours", 0.0), ("colours_and_places", 1.0))
+        }
         if plain is not None and isinstance(plain.model, TwoTowers) and isinstance(plain.model.image, ViT):
-            patches = patch_segments(plain.model.image, drawn.pictures, k)
-            result[f"vit_{k}"] = estimate(best_iou(drawn.labels, patches)).mean
-    for name in ("colours", "vit"):
-        if best := [v for key, v in result.items() if key.startswith(f"{name}_")]:
-            result[name] = max(best)
-    return result
+            found |= map_scores("vit", patch_clusters(plain.model.image, drawn.pictures, k), drawn)
+        for name, value in found.items():
+            best.setdefault(name, []).append(value)
+            result[f"{name}_{k}"] = value
+    return result | {name: max(values) for name, values in best.items()}
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -113,12 +113,10 @@ def clip() -> VisionRun:
 
 
 def groupvit() -> VisionRun:
-    """Two towers over scenes and captions, whose image tower groups patches of 4 pixels: 12 groups, then 6."""
-    group = GroupViTConfig(
-        vit=_vit(64, 4, 96, 1), stages=(Stage(layers=2, groups=12), Stage(layers=1, groups=6)), eps=1.0
-    )
+    """Two towers over scenes and captions, whose image tower takes the patches of 8 pixels into 8 groups."""
+    group = GroupViTConfig(vit=_vit(64, 8, 96, 1), stages=(Stage(layers=2, groups=8),), carry=False)
     model = TowersConfig(image=group, text=_text(96, 2, max_len=64), dim=96)
-    return VisionRun(kind="groupvit", model=model, rows=128, train=_train(400, 0.002))
+    return VisionRun(kind="groupvit", model=model, rows=64, train=_train(400, 0.003))
 
 
 def vlm() -> VisionRun:

@@ -20,6 +20,11 @@ class Mismatch(Exception):
     """A recording differs from the computation it is compared with."""
 
 
+def first_element(x: torch.Tensor) -> tuple[int, int]:
+    """An id of the first element of x; the layers of a KV pool share a storage."""
+    return storage_id(x), int(x.storage_offset())
+
+
 class Root(NamedTuple):
     """A result of a call, and the index of its element at each position of a storage."""
 
@@ -86,5 +91,5 @@ class Dataflow:
 
     def check_same(self, x: torch.Tensor, given: torch.Tensor) -> None:
         """Check that x is the tensor `given`."""
-        if storage_id(x) != storage_id(given) or (x.shape, x.stride()) != (given.shape, given.stride()):
+        if first_element(x) != first_element(given) or (x.shape, x.stride()) != (given.shape, given.stride()):
             raise Mismatch(f"{self.producer_name(x)} where another tensor is expected, or a part of it")

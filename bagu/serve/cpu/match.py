@@ -23,7 +23,7 @@ import torch
 from bagu.errors import BaguError
 from bagu.nn.model import Transformer
 from bagu.ops.call.recording import Call, Recorder, storage_id
-from bagu.serve.cpu.dataflow import Dataflow, Mismatch
+from bagu.serve.cpu.dataflow import Dataflow, Mismatch, first_element
 from bagu.serve.kv.paged import Batch, PagedKV
 
 ATTENTION = (
@@ -239,8 +239,8 @@ class _Matcher:
 
     def attention(self, call: Call) -> tuple[Call, dict[str, Any]]:
         """The matmul that computes queries, keys and values, and the other attention parameters of the layer."""
-        a, pools = call.args, [storage_id(pool.keys) for pool in self.pools]
-        cache = pools.index(storage_id(a["k_cache"])) if storage_id(a["k_cache"]) in pools else 0
+        a, pools = call.args, [first_element(pool.keys) for pool in self.pools]
+        cache = pools.index(first_element(a["k_cache"])) if first_element(a["k_cache"]) in pools else 0
         keys, values = self.pools[cache].keys, self.pools[cache].values
         assert values is not None  # __init__ refuses a cache without values
         given = self.batch._asdict() | {"k_cache": keys, "v_cache": values, "block_tables": self.tables}
@@ -288,7 +288,7 @@ class _Matcher:
     def written(self, pool: torch.Tensor, reader: Call) -> Any:
         """The tensors that are written to the slots of the new tokens before the pool is read."""
         before = self.flow.calls[: self.flow.calls.index(reader)]
-        writes = [c for c in before if c.name == "kv_write" and storage_id(c.args["cache"]) == storage_id(pool)]
+        writes = [c for c in before if c.name == "kv_write" and first_element(c.args["cache"]) == first_element(pool)]
         if len(writes) != 1:
             raise Mismatch(f"{len(writes)} writes to a layer of the cache before it is read")
         args = self.flow.check_arguments(writes[0]).args

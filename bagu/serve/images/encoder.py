@@ -8,7 +8,7 @@ import torch
 
 from bagu.errors import ArgumentError
 from bagu.nn.model import Placed
-from bagu.nn.vision.vlm import VLM
+from bagu.nn.vision.vlm import VLM, VisionPart
 from bagu.serve.images.prompt import EncoderBudget, ImageSpec, Piece, PromptImage
 from bagu.serve.request import Request
 
@@ -18,8 +18,9 @@ STEP_TOKENS = 1024  # of images that a step encodes
 
 class ImageEncoder:
     def __init__(self, model: VLM, *, kept_bytes: int = KEPT_BYTES, step_tokens: int = STEP_TOKENS) -> None:
-        self.model = model.eval()
         config = model.config
+        # not the decoder: the engine may serve another form of it
+        self.model = VisionPart(config, model.vit, model.up, model.down).eval()
         self.spec = ImageSpec(config.image_token, config.image_tokens, config.vit.image_size)
         self.kept_bytes = kept_bytes
         self.encoded = self.reused = 0  # images in steps whose vectors were computed, and were kept

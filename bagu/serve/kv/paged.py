@@ -25,6 +25,7 @@ from bagu.serve.kv.groups import LayerGroup, group_layers, whole
 from bagu.serve.kv.sparse import attend_chosen, join, owners, write_means
 from bagu.serve.plan import SHORT
 
+MEANS_BYTES = 64 << 20  # of keys that are gathered at once for their means
 EIGHT_BITS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 FP32 = torch.float32
 
@@ -162,21 +163,20 @@ class PagedKV:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         tensors, means = cache_tensors(config, dtype), means_tensor(config, dtype)
         self.groups = whole(config.num_layers) if groups is None else tuple(groups)
-        self.pool = [
-            LayerCache(
-                **{name: t.zeros(num_blocks, block_size, device) for name, t in tensors.items()},
-                means=None
-                if means is None
-                else torch.zeros(num_blocks, *means.shape, device=device, dtype=means.dtype),
-            )
-            for _ in range(group_layers(self.groups))
-        ]
+        blocks = num_blocks * group_layers(self.groups)
+        parts = {name: t.zeros(blocks, block_size, device) for name, t in tensors.items()}
+        if means is not None:
+            parts["means"] = torch.zeros(blocks, *means.shape, device=device, dtype=means.dtype)
+        self.whole = LayerCache(**parts)  # block n of layer i is block i * num_blocks + n
+        views = zip(*(t.split(num_blocks) for t in parts.values()), strict=True)
+        self.pool = [LayerCache(**dict(zip(parts, of, strict=True))) for of in views]
         places = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         self.group_of = [places[layer][0] for layer in range(config.num_layers)]
         self.layers = [self.pool[places[layer][1]] for layer in range(config.num_layers)]
         self.batch: Batch | None = None
         self.parts: list[Part] = []
         self.filled: list[torch.Tensor] | None = None  # the blocks whose means change; None: those of all new tokens
+        self.defers = False  # means are written after the last layer, not in each layer
 
     @property
     def quantized(self) -> bool:
@@ -198,7 +198,11 @@ class PagedKV:
 
     def load(self, batch: Batch) -> None:
         self.batch, self.parts, self.filled = batch, batch.parts(), None
-        if self.choice is not None and batch.max_len > SHORT:  # a graph has short steps, and reads the slots itself
+        if self.choice is None:
+            return
+        # a block that a short step fills is its own or the one before, which no token chooses by its mean
+        self.defers = batch.max_len == 1 or (batch.max_len <= min(SHORT, self.block_size) and self.choice.near > 0)
+        if batch.max_len > SHORT:  # a graph has short steps, and reads the slots itself
             last = batch.positions % self.block_size == self.block_size - 1
             self.filled = [slots[last] // self.block_size for slots in batch.slots]
 
@@ -241,7 +245,10 @@ class PagedKV:
             if layer == self.groups[g].layers[0]:  # once a forward, and in the CUDA graph if one is captured
                 self.pages = b.slots[g] // self.block_size if self.filled is None else self.filled[g]
                 self.count = torch.arange(len(q) * keys.shape[2] + 1, device=q.device, dtype=torch.int32)
-            write_means(means, keys, key_scales, self.pages)
+            if not self.defers:
+                write_means(means, keys, key_scales, self.pages)
+            elif layer == self.groups[g].layers[-1]:
+                self._write_all_means(self.pages)
             outs = [
                 attend_chosen(
                     q[p.tokens], keys, values, means, p.block_tables[g], p.cu_seqlens, p.context_lens, p.max_len,
@@ -260,6 +267,15 @@ class PagedKV:
                 for p in self.parts
             ]  # fmt: skip
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _write_all_means(self, pages: torch.Tensor) -> None:
+        """Write the mean keys of these pages in all layers: few kernels a step instead of three a layer."""
+        keys, means = self.whole.keys, self.whole.means
+        assert means is not None
+        first = torch.arange(0, len(keys), self.num_blocks, device=pages.device, dtype=pages.dtype)
+        rows = first.unsqueeze(1).add(pages).flatten()
+        for some in rows.split(max(MEANS_BYTES // keys[0].nbytes, 1)):
+            write_means(means, keys, self.whole.key_scales, some)
 
     def _attend_with_first(
         self, part: Part, group: int, q: torch.Tensor, cache: LayerCache, scores: Scores

@@ -14,14 +14,30 @@ from typing import Any
 import torch
 
 from bagu import ops
+from bagu.nn.vision.group import Grouped
 from bagu.train.loss import Loss, Metrics, MicroBatchLoss, Totals
-from bagu.train.objectives.contrastive import contrastive_nll
+from bagu.train.objectives.contrastive import MASKED, contrastive_nll
 from bagu.types import IGNORE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """Packed names of things, and which of the images show them."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_len: int
+    present: torch.Tensor  # [B, N] bool
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Names:
+        names = ("ids", "positions", "cu_seqlens", "present")
+        return replace(self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in names})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PictureBatch:
-    """Images, one per text, and packed texts. `targets` are None for two towers."""
+    """Images, one per text, and packed texts. `targets` are None for two towers; `names` are for those that group."""
 
     images: torch.Tensor  # [B, 3, S, S] uint8
     ids: torch.Tensor  # [T] int64
@@ -33,6 +49,7 @@ class PictureBatch:
     weights: torch.Tensor | None = None  # [targets]: the advantages of sampled answers
     reward: float = 0.0  # mean over the sampled answers
     num_padding: int = 0
+    names: Names | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +58,7 @@ class PictureBatch:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> PictureBatch:
         names = [
             n
-            for n in ("images", "ids", "positions", "cu_seqlens", "targets", "weights")
+            for n in ("images", "ids", "positions", "cu_seqlens", "targets", "weights", "names")
             if getattr(self, n) is not None
         ]
         return replace(self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in names})
@@ -66,21 +83,41 @@ class PictureTotals(Totals):
         return cls(tokens=sum(b.num_tokens for b in batches), padding=0, units=units)
 
 
+def names_nll(groups: torch.Tensor, names: torch.Tensor, present: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Nats, the mean over the names that the images show: each must be found in some group of the image. groups are
+    [B, G, D] and names [N, D], unit vectors, present[B, N]. The logit of a name is the soft maximum over the groups;
+    its rivals are the names that the image does not show, and the images that do not show it."""
+    logits = torch.logsumexp(scale * groups @ names.T, 1)
+    others = logits.masked_fill(present, MASKED)
+    nll = [torch.logaddexp(logits, others.logsumexp(dim, keepdim=True)) - logits for dim in (0, 1)]
+    return (nll[0] + nll[1])[present].mean() / 2
+
+
 class TowersLoss(Loss[PictureBatch, PictureTotals]):
-    """InfoNCE of images and texts: the mean over both directions and the pairs of a step."""
+    """InfoNCE of images and texts: the mean over both directions and the pairs of a step. With names of the things in
+    the images, half of it is theirs: the multi-label loss of GroupViT, over the groups instead of their mean."""
 
     def totals(self, batches: Sequence[PictureBatch]) -> PictureTotals:
         return PictureTotals.of(batches, sum(len(b.images) for b in batches))
 
     def __call__(self, model: Any, batch: PictureBatch, totals: PictureTotals) -> MicroBatchLoss:
-        images = model.image_vectors(batch.images)
+        seen = model.image(batch.images)
+        images = model.shared(seen.pooled)
         texts = model.text_vectors(batch.ids, batch.positions, batch.cu_seqlens, batch.max_len)
         nll = contrastive_nll(images.float(), texts.float(), model.scale.float())
         loss = nll.sum() / totals.units
-        return MicroBatchLoss(loss=loss, metrics={"nll": loss.detach()})
+        metrics = {"nll": loss.detach()}
+        if (names := batch.names) is not None:
+            named = model.text_vectors(names.ids, names.positions, names.cu_seqlens, names.max_len).float()
+            groups = seen.groups if isinstance(seen, Grouped) else seen.pooled.unsqueeze(1)
+            own = names_nll(model.shared(groups).float(), named, names.present, model.scale.float())
+            metrics["names"] = (own * len(batch.images) / totals.units).detach()
+            loss = loss + own * len(batch.images) / totals.units
+        return MicroBatchLoss(loss=loss, metrics=metrics)
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PictureTotals) -> Metrics:
-        return {"loss_nats": sums["nll"], "pairs": totals.units}
+        named = {"names_nats": sums["names"]} if "names" in sums else {}
+        return {"loss_nats": sums["nll"], **named, "pairs": totals.units}
 
 
 class AnswerLoss(Loss[PictureBatch, PictureTotals]):
