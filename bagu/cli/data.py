@@ -1,4 +1,4 @@
-"""Verbs over data: pictures."""
+"""Verbs over data: facts, pictures."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ pictures = Verbs("""Pictures with names: glyphs of fonts, scenes, and your own.
       bagu data pictures show scenes
     """)
 data.add_typer(pictures, name="pictures")
+
+
+@data.command("facts")
+def data_facts(
+    out: Annotated[Path, Argument(help="The folder to write.")] = Path("facts"),
+    seed: Annotated[int, Option(help="Of the names and values to train on; the documents are always the same.")] = 0,
+) -> None:
+    """Write made-up documents for the task lookup, and texts and chats to train a model that reads them.
+
+    Examples:
+      bagu data facts facts
+    """
+    from bagu.retrieve.facts import write_facts
+
+    write_facts(out, seed)
+    typer.echo(f"written: {out}\nnext: bagu index {out}/docs --size 16 --out idx")
 
 
 @pictures.command("show")

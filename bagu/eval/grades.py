@@ -128,5 +128,8 @@ def generate_answers(model: Model, task: Task, items: Sequence[Item], prefix: st
             for t, vs in zip(texts, verdicts, strict=True)
         ]
     assert task.grade is not None, "Task refuses a generation task without one"
-    grades = task.grade(items, texts)
-    return [{"answers": list(t), "grades": g} for t, g in zip(texts, grades, strict=True)]
+    rows = [{"answers": list(t), "grades": g} for t, g in zip(texts, task.grade(items, texts), strict=True)]
+    for name, measure in task.measures.items():
+        for row, values in zip(rows, measure(items, texts), strict=True):
+            row[name] = values
+    return rows

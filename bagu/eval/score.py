@@ -145,7 +145,8 @@ def metrics_of(task: Task, rows: Sequence[Row]) -> dict[str, Estimate]:
         return {main_metric(task): estimate_ratio(bits, sizes, clusters)}
     scores = item_scores(task.kind, rows, task.k)
     found = {_named(task, name): estimate(values, clusters) for name, values in scores.items()}
-    return {main_metric(task): found[main_metric(task)], **found}
+    measured = {name: estimate([sum(row[name]) / len(row[name]) for row in rows], clusters) for name in task.measures}
+    return {main_metric(task): found[main_metric(task)], **found, **measured}
 
 
 def main_metric(task: Task) -> str:
@@ -192,7 +193,7 @@ def _header(
     settings = {
         "kind": task.kind, "few_shot": task.few_shot, "delimiter": task.delimiter, "stride": task.stride,
         "normalization": task.normalization, "decoding": asdict(task.decoding), "seed": seed,
-        "judged": task.judged,
+        "judged": task.judged, **({"measures": list(task.measures)} if task.measures else {}),
     }  # fmt: skip
     prefix_digest = hashlib.sha256(prefix.encode()).hexdigest()
     return {

@@ -68,6 +68,7 @@ class Task:
     decoding: Decoding = field(default_factory=Decoding)
     grade: Grade | None = None
     judge: Verdicts | None = None
+    measures: Mapping[str, Grade] = field(default_factory=dict)  # further shares of the same answers, by name
     judged: str = ""  # identifies the grades in results: the judge and its prompt, or the pattern of an exact match
     k: tuple[int, ...] = (1,)  # of pass@k
     stride: float = 0.5  # for a loss task: the step between windows, as a fraction of the longest sequence

@@ -24,6 +24,7 @@ from bagu.eval.task import NORMALIZATIONS, Task, checked_items
 from bagu.eval.tasks import TASKS, built_in
 from bagu.eval.words import p_value, scale_of
 from bagu.machine.terminal import Terminal
+from bagu.recipes.lookup import WAYS, finder, lookup_task
 from bagu.recipes.verbs import CompareOptions, EvalOptions
 from bagu.runs.plain_progress import PlainLines
 from bagu.runs.progress import draws
@@ -36,10 +37,12 @@ def find_task(name: str, max_len: int, judge: Judge | None = None) -> Task:
         return benchmark(kind, Path(path))
     if name.endswith(".toml") or Path(name).is_file():
         return read_task(Path(name), judge)
+    if name in WAYS[1:]:
+        return lookup_task(name)
     if name in BENCHMARKS:
         raise ArgumentError(f"the data of {name} are not part of bagu", hint=f"name your files: {name}=PATH")
     if name not in TASKS:
-        raise UnknownName.among("task", name, [*TASKS, *(f"{b}=PATH" for b in BENCHMARKS), "TASK.toml"])
+        raise UnknownName.among("task", name, [*TASKS, *WAYS, *(f"{b}=PATH" for b in BENCHMARKS), "TASK.toml"])
     return built_in(name, max_len)
 
 
@@ -87,13 +90,18 @@ def eval_main(given: EvalOptions) -> int:
 
 
 def _tasks(given: EvalOptions, max_len: int) -> list[Task]:
-    """The tasks, with the judge for those whose file has a judge's prompt."""
+    """The tasks, with the judge for those whose file has a judge's prompt; `lookup` is three of them."""
+    if (given.index is not None) != ("lookup" in given.tasks):
+        what = "the task lookup needs an index" if given.index is None else "--with, and no task lookup"
+        raise ArgumentError(what, hint="bagu eval MODEL lookup --with INDEX; without one, lookup_given")
+    names = [name for name in given.tasks if name != "lookup"]
+    asked = [] if given.index is None else [lookup_task(name, finder(given.index, max_len)) for name in WAYS]
     if given.judge is None:
-        return [find_task(name, max_len) for name in given.tasks]
+        return [*asked, *(find_task(name, max_len) for name in names)]
     from bagu.recipes.judges import judge_of
 
     grader = judge_of(given.judge, api_key=given.judge_api_key, device=given.device)
-    found = [find_task(name, max_len, grader) for name in given.tasks]
+    found = [*asked, *(find_task(name, max_len, grader) for name in names)]
     if not any(task.judge for task in found):
         raise ArgumentError("--judge, and no task has a judge's prompt", hint="leave it out, or write `judge = …`")
     return found

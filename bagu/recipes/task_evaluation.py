@@ -56,10 +56,9 @@ def score_metric(task: Task) -> str:
 
 def task_formats(tasks: Sequence[Task]) -> dict[str, str]:
     """The texts of the scores on the progress line."""
-    scales = {task: scale_of(main_metric(task)) for task in tasks}
+    scales = ((task, scale_of(main_metric(task))) for task in tasks)
     return {
-        score_metric(task): f"{task.name} {{:.{scale.digits}f}}{scale.sign or ' bits/byte'}"
-        for task, scale in scales.items()
+        score_metric(task): f"{task.name} {{:.{scale.digits}f}}{scale.sign or ' bits/byte'}" for task, scale in scales
     }
 
 

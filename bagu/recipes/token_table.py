@@ -85,7 +85,7 @@ def train_table(
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """The terms, and their vectors for passages and for queries."""
-    found = Counter(term for query, passage in pairs for term in {*terms(query), *terms(passage)})
+    found = Counter(term for query, passage in pairs for term in dict.fromkeys((*terms(query), *terms(passage))))
     words = [term for term, count in found.items() if count >= config.rare]
     codes = {term: i for i, term in enumerate(words)}
     if len(pairs) < MIN_PAIRS or not words:

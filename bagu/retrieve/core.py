@@ -56,17 +56,12 @@ def search(
     with store.lock:
         scores, holders = lexicon.score(store.db, terms(query))
     depth, alive = DEPTH if keep is None else len(scores), lexicon.lengths > 0
-    rankings: dict[str, np.ndarray] = {}
-    best: dict[str, list[int]] = {}
-    if weights["words"]:
-        rankings["words"], best["words"] = scores, [id for id, _ in postings.best(scores, depth)]
+    rankings: dict[str, np.ndarray] = {"words": scores} if weights["words"] else {}
     near = None
     if dense is not None and embedder is not None and weights["vectors"]:
         check_embedder(store, embedder)
         near = rankings["vectors"] = vectors.cosines(dense, embedder.embed_query(query), alive)
-        best["vectors"] = [id for id, _ in postings.best(np.where(near >= embedder.floor, near + 1, 0), depth)]
-    candidates = np.array(sorted(set().union(*best.values())), dtype=np.int64)
-    joined = fuse(rankings, weights, candidates, alive) if len(candidates) else []
+    joined, best = join(rankings, weights, depth, alive, floor=0.0 if embedder is None else embedder.floor)
     places = {name: {id: rank for rank, id in enumerate(ids, 1)} for name, ids in best.items()}
     found: list[Hit] = []
     for at in range(0, len(joined), max(k, 64)):
@@ -85,6 +80,17 @@ def search(
         if len(found) >= k:
             break
     return found
+
+
+def join(
+    rankings: Mapping[str, np.ndarray], weights: Mapping[str, float], depth: int, alive: np.ndarray, *, floor: float
+) -> tuple[list[tuple[int, float]], dict[str, list[int]]]:
+    """The best `depth` passages of every ranking: joined, with their scores, and of each ranking. A word's score of 0
+    and a cosine below `floor` are no hits."""
+    hits = {name: np.where(x >= floor, x + 1, 0) if name == "vectors" else x for name, x in rankings.items()}
+    best = {name: [id for id, _ in postings.best(x, depth)] for name, x in hits.items()}
+    candidates = np.array(sorted(set().union(*best.values())), dtype=np.int64)
+    return fuse(rankings, weights, candidates, alive) if len(candidates) else [], best
 
 
 def check_embedder(store: Store, embedder: Embedder) -> None:

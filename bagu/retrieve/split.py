@@ -101,7 +101,7 @@ def _pieces(
         step = size if not text[start:end].isascii() else 4 * size
         yield from ((at, min(at + step, end)) for at in range(start, end, step))
         return
-    cuts = [start, *(m.end() for m in boundaries[0].finditer(text, start, end) if start < m.end() < end), end]
+    cuts = [start, *[at for m in boundaries[0].finditer(text, start, end) if start < (at := m.end()) < end], end]
     begin, weight = start, 0
     for a, b in pairwise(cuts):  # join neighbours while they fit; what is too long alone is cut at the next boundary
         more = weight_of(a, b)

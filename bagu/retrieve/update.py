@@ -4,12 +4,14 @@ A file whose size and time are those of the index is not read. `report` is calle
 are now in the file for good.
 """
 
+import gc
 import hashlib
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,40 @@ def update(
     began, done, known = time.monotonic(), Update(), store.files()
     use_embedder(store, embedder)
     roots = list(dict.fromkeys(paths))
+    with _no_cycles():
+        seen = _store_new(store, roots, known, embedder, chunking, batch, done, report)
+    under = tuple(os.path.realpath(root).rstrip(os.sep) + os.sep for root in roots)
+    exact = {os.path.realpath(root) for root in roots}
+    gone = [
+        f for p, f in known.items() if p not in seen and (p in exact or p.startswith(under)) and not Path(p).exists()
+    ]
+    if gone:
+        with store.transaction():
+            for old in gone:
+                delete(store, old)
+        done.removed = len(gone)
+        report(done, [])
+    done.seconds = time.monotonic() - began
+    return done
+
+
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Without the collector of cycles, which visits millions of words that are in none: a tenth of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _store_new(
+    store: Store, roots: Sequence[Path], known: dict[str, File], embedder: Embedder | None, chunking: Chunking | None,
+    batch: int, done: Update, report: Callable[[Update, Sequence[str]], None],
+) -> set[str]:  # fmt: skip
+    """Store the files that are new or changed; returns the paths of all files."""
     seen: set[str] = set()
     real = _real_paths()
     waiting: list[Prepared] = []
@@ -95,19 +131,7 @@ def update(
             _commit(store, waiting, known, embedder, done, report)
             size = 0
     _commit(store, waiting, known, embedder, done, report)
-    under = tuple(os.path.realpath(root).rstrip(os.sep) + os.sep for root in roots)
-    exact = {os.path.realpath(root) for root in roots}
-    gone = [
-        f for p, f in known.items() if p not in seen and (p in exact or p.startswith(under)) and not Path(p).exists()
-    ]
-    if gone:
-        with store.transaction():
-            for old in gone:
-                delete(store, old)
-        done.removed = len(gone)
-        report(done, [])
-    done.seconds = time.monotonic() - began
-    return done
+    return seen
 
 
 def prepare(

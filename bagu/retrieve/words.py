@@ -47,6 +47,7 @@ def word_terms(word: str) -> tuple[str, ...]:
     return (whole, *(stem(part.lower()) for part in parts))
 
 
+@lru_cache(maxsize=1 << 16)  # identifiers share their parts
 def stem(word: str) -> str:
     """An English word without its ending, by a few rules: writes, writing, write -> writ."""
     if not word.isascii() or len(word) < 4:

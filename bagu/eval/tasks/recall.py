@@ -58,7 +58,7 @@ def recall_free(name: str) -> Callable[[int], Task]:
             )
         size = int((length - ANSWER_TOKENS) * CHARACTERS_PER_TOKEN)
         return Task(
-            name=name, kind="generation", items=lambda: _free_items(name, size), metric="exact", grade=_grade,
+            name=name, kind="generation", items=lambda: free_items(name, size), metric="exact", grade=_grade,
             decoding=Decoding(max_tokens=ANSWER_TOKENS, stop=("\n",)), judged="the first word is the value",
             limits=f"Copying one of four values over {size:,} characters, fewer than {length:,} tokens. {PUBLIC}",
         )  # fmt: skip
@@ -66,7 +66,8 @@ def recall_free(name: str) -> Callable[[int], Task]:
     return make
 
 
-def _free_items(name: str, size: int) -> Iterator[Item]:
+def free_items(name: str, size: int) -> Iterator[Item]:
+    """The items of a task with `size` characters before the question."""
     text = "\n".join(document.text for document in held_out_modules())
     text *= -(-2 * size // len(text))
     for number in range(FREE_ITEMS):
