@@ -128,7 +128,8 @@ def _changes(
         yield from mutations.in_formula(node)
     if not kernel:
         yield from _ignored_scalar(node, parent, function, backend, module)
-        yield from _wrong_stride(node, function, backend)
+        if backend == "triton":
+            yield from mutations.in_launcher(node, function)
 
 
 def _ignored_scalar(
@@ -154,16 +155,6 @@ def _only_raises(function: str) -> bool:
     return function.rpartition(".")[2].lstrip("_").startswith("check")
 
 
-def _wrong_stride(node: ast.AST, function: sources.Function, backend: str) -> Iterator[tuple[str, str]]:
-    if backend == "triton" and isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".stride") and node.args:
-        assert isinstance(node.func, ast.Attribute)
-        tensor, dim = ast.unparse(node.func.value), ast.unparse(node.args[0])
-        yield "packed", f"{tensor}.contiguous().stride({dim})"
-        others = [t for t in _strided(function) if t != tensor]
-        if others:
-            yield "swapped", f"{others[0]}.stride({dim})"
-
-
 @cache
 def _parameters(function: sources.Function) -> dict[str, str]:
     """The scalar parameters of a function that it does not assign, and what they are annotated with."""
@@ -176,12 +167,6 @@ def _parameters(function: sources.Function) -> dict[str, str]:
 
 
 SCALARS = ("float", "int", "bool", "str")
-
-
-def _strided(function: sources.Function) -> list[str]:
-    """The tensors of which a function takes strides."""
-    calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
-    return list(dict.fromkeys(ast.unparse(f.value) for f in calls if f.attr == "stride"))
 
 
 class _Usual(Streams):

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,6 +58,14 @@ class Reply:
     view: bool = False  # the result shares memory with an input
     state: Sequence[str] = ()  # the global state that the call left changed
     sent: Sequence[int] = field(default_factory=tuple)  # bytes that each rank sent
+
+    def with_record_of(self, other: Reply) -> Reply:
+        """This reply with the record of both."""
+        both = {k: sorted({*getattr(self, k), *getattr(other, k)}) for k in ("aten", "functions", "imports", "state")}
+        return replace(
+            self, **both, largest=max(self.largest, other.largest), flops=self.flops + other.flops,
+            changed=self.changed or other.changed, view=self.view or other.view,
+        )  # fmt: skip
 
 
 class Answers:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from bagu.errors import ArgumentError, UnknownName
-from bagu.lab.drill.core import OPS, TOPICS, Drill
+from bagu.lab.drill.core import TOPICS, Drill
+from bagu.lab.drill.signature import OPS
 
 HERE = Path(__file__).parent / "drills"
 
@@ -47,15 +49,25 @@ def level_of(drill: Drill, asked: str | None) -> str:
 
 
 def of_file(file: Path, source: str, name: str | None = None) -> tuple[Drill, str]:
-    """The drill and the level that a file answers: by its name and by whether it uses Triton."""
+    """The drill and the level that a file answers: by its name, and by whether it is CUDA C or uses Triton."""
     found = drill(name or _named(file, [*written(), *ops()]))
-    level = "triton" if "triton" in found.levels and "import triton" in source else found.levels[0]
-    return found, level
+    backward = re.search(r"^def backward\(", source, re.MULTILINE)
+    level = "cuda" if file.suffix == ".cu" else "triton_grad" if backward else "triton"
+    written_so = file.suffix == ".cu" or "import triton" in source
+    if file.suffix == ".cu" and "cuda" not in found.levels:
+        raise ArgumentError(f"{found.name} has no level cuda", hint=f"its levels: {', '.join(found.levels)}")
+    return found, level if written_so and level in found.levels else found.levels[0]
+
+
+def file_name(drill: Drill, level: str) -> str:
+    """The name of the file that a learner gets."""
+    mark = "" if level == drill.levels[0] or level == "cuda" else f"_{level}"
+    return f"{drill.name}{mark}.{'cu' if level == 'cuda' else 'py'}"
 
 
 def _named(file: Path, known: Sequence[str]) -> str:
     stem = file.stem
-    for suffix in ("_bug", "_triton", "_torch"):
+    for suffix in ("_bug", "_triton_grad", "_triton", "_torch"):
         stem = stem.removesuffix(suffix)
     if stem in known:
         return stem

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from bagu.errors import ArgumentError
 from bagu.lab.drill import bugs, catalogue, words
-from bagu.lab.drill.core import Drill, language
+from bagu.lab.drill.core import Drill, in_triton, language
 from bagu.lab.drill.grade import Grade, grade, read_answer
-from bagu.lab.drill.progress import Attempt, Progress
+from bagu.lab.drill.progress import Attempt, Progress, digest_of
 
 
 def check_file(
@@ -21,7 +21,7 @@ def check_file(
     found, graded = graded_file(file, name, level, seed=seed)
     for line in words.verdict(graded, language(lang)):
         print(line)
-    note(found, graded)
+    note(found, graded, read_answer(file))
     return 0 if graded.right else 1
 
 
@@ -42,29 +42,46 @@ def graded_file(
     return found, graded
 
 
-def note(drill: Drill, graded: Grade) -> None:
+def note(drill: Drill, graded: Grade, source: str) -> None:
     """Add the grade to the record of progress."""
     progress = Progress.read()
     cause = graded.failures[0].cause if graded.failures else ""
     attempt = Attempt(
         drill=drill.name, level=graded.level, letter=graded.letter, when=time.time(), cause=cause,
-        shown=drill.name in progress.shown,
+        shown=drill.name in progress.shown, digest=digest_of(source),
     )  # fmt: skip
     replace(progress, attempts=(*progress.attempts, attempt)).write()
 
 
+def passed_before(file: Path, name: str | None) -> Iterator[str]:
+    """Grade a file in the sandbox before it runs with the caller's rights, unless a check found this very file right.
+    Raises if it is wrong."""
+    source = read_answer(file)
+    if Progress.read().passed(catalogue.of_file(file, source, name)[0].name, source):
+        yield f"{file} has passed its check and is unchanged; it runs with your rights now"
+        return
+    yield f"the trials of {file} first, in the sandbox; then it runs with your rights:"
+    found, graded = graded_file(file, name, None, gate=False)
+    if not graded.right:
+        first = graded.failures[0]
+        raise ArgumentError(f"{file} is not right yet: {first.message}", hint="bagu drill check FILE")
+    note(found, graded, source)
+    yield f"  {graded.passed} of {graded.passed} are right"
+
+
 def time_lines(file: Path, name: str | None) -> Iterator[str]:
-    """The lines of `bagu drill time`."""
+    """The lines of `bagu drill time`: the answer must be right first."""
     import torch
 
     source = read_answer(file)
     found, level = catalogue.of_file(file, source, name)
-    if level != "triton":
-        raise ArgumentError(f"{file} is no Triton kernel", hint="speed is part of the level triton alone")
+    if not in_triton(level):
+        raise ArgumentError(f"{file} is no Triton kernel", hint="speed is part of the levels in Triton alone")
+    yield from passed_before(file, name)
     if not torch.cuda.is_available():
         from bagu.lab.drill.static import compile_answer
 
-        faults, notes = compile_answer(found, source, str(file))
+        faults, notes = compile_answer(found, level, source, str(file))
         yield from (*notes, *faults)
         yield "no GPU here: the compile gate stands for speed; the grade is " + ("C" if faults else "B")
         return
@@ -79,12 +96,9 @@ def time_lines(file: Path, name: str | None) -> Iterator[str]:
 
 def try_lines(file: Path, name: str | None, *, steps: int) -> Iterator[str]:
     """The lines of `bagu drill try`: the answer must be right first."""
-    from bagu.lab.drill.swap import run_both
+    from bagu.lab.drill.swap import check_place, run_both
 
-    yield f"the trials of {file} first:"
-    found, graded = graded_file(file, name, None, gate=False)
-    if not graded.right:
-        first = graded.failures[0]
-        raise ArgumentError(f"{file} is not right yet: {first.message}", hint="bagu drill check FILE")
-    yield f"  {graded.passed} of {graded.passed} are right"
+    found, level = catalogue.of_file(file, read_answer(file), name)
+    check_place(found, level)
+    yield from passed_before(file, name)
     yield from run_both(found, file, steps=steps)

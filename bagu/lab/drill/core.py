@@ -6,15 +6,15 @@ simple to the edges. `grade.grade(drill, source, level)` runs them.
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-OPS = Path(__file__).parents[2] / "ops"
+from bagu.lab.drill.cuda_source import stub as cuda_stub
+from bagu.lab.drill.signature import gradients_of, inputs_of, name_of, read_spec
+
+LEVELS = ("torch", "triton", "triton_grad", "cuda")  # of ops; other drills name theirs
 TOPICS = ("kernels", "model", "decoding", "data", "evaluation", "parallel", "training", "serving", "basics")
 
 
@@ -44,6 +44,10 @@ class Planted(NamedTuple):
     old: str
     new: str
     cause: str
+
+
+def in_triton(level: str) -> bool:
+    return level.startswith("triton")
 
 
 def language(asked: str | None = None) -> str:
@@ -90,10 +94,11 @@ class Drill:
         """The drill of an op, from its spec (or its name): task from the docstring, stubs from the signature; the
         cases with their reasons, the tolerances and the cost are read from the spec when an answer is graded."""
         name: str = getattr(spec, "name", spec)
-        doc, signature = read_spec(name)
+        doc, _ = read_spec(name)
         fixed = more.get("fixed", {})
         first = doc.splitlines()[0]
-        stubs = {level: op_stub(name, doc, signature, level, fixed) for level in ("torch", "triton")}
+        levels = ("torch", "triton", *(level for level in LEVELS[2:] if level in more.get("solutions", ())))
+        stubs = {level: op_stub(name, doc, level, fixed) for level in levels}
         base: dict[str, Any] = {
             "name": name, "op": name, "topic": "kernels", "difficulty": 3, "functions": ("forward",),
             "title": Text(first, first), "task": Text(doc, doc), "stubs": stubs, "hints": GENERIC_HINTS,
@@ -113,44 +118,43 @@ GENERIC_HINTS = (
 )  # fmt: skip
 
 
-def read_spec(op: str) -> tuple[str, str]:
-    """The docstring and the signature of an op, read from its source: importing it would import torch."""
-    tree = ast.parse((OPS / op / "spec.py").read_text(encoding="utf-8"))
-    made = (n.value for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign) and isinstance(n.value, ast.Call))
-    spec = next(call for call in made if isinstance(call.func, ast.Name) and call.func.id == "OpSpec")
-    found = next(k.value for k in spec.keywords if k.arg == "signature")
-    parts = found.values if isinstance(found, ast.JoinedStr) else [found]  # only what is kept (after `;`) is inserted
-    return str(ast.get_docstring(tree)), "".join(str(p.value) for p in parts if isinstance(p, ast.Constant))
-
-
-def op_stub(name: str, doc: str, signature: str, level: str, fixed: Mapping[str, Any]) -> str:
+def op_stub(name: str, doc: str, level: str, fixed: Mapping[str, Any]) -> str:
     """The file that a learner starts from."""
-    inputs, _, outputs = signature.partition("->")
-    parts = [p.strip() for p in re.split(r",(?![^\[]*\])", inputs)]
-    names = [re.split(r"[\[:]", p)[0] for p in parts]
-    kept = [(n, p) for n, p in zip(names, parts, strict=True) if n not in fixed]
-    shapes = "\n".join(f"    {p}" for _, p in kept)
+    inputs, results = inputs_of(name)
+    kept = [p for p in inputs if name_of(p) not in fixed]
     given = ", ".join(f"{n} = {v!r}" for n, v in fixed.items())
-    results = outputs.partition(";")[0].strip()
     left_out = f"\nHere {given}: they are not passed.\n" if fixed else ""
-    imports = "import torch\nimport triton\nimport triton.language as tl\n" if level == "triton" else "import torch\n"
-    rules = {
-        "torch": f"Write it with torch's elementary operations, without the function {name} itself.",
-        "triton": "Write a Triton kernel; torch may allocate, view and copy. Offsets that are masked still count.",
-    }
-    return f'''"""{doc}
+    shapes = "\n".join(f"    {p}" for p in kept)
+    task = f"""{doc}
 {left_out}
 The arguments, with shapes (`?`: may be None; no dtype: that of the first tensor) and the result:
 
 {shapes}
-    -> {results}
-
-{rules[level]}
+    -> {", ".join(results)}
+"""
+    if level == "cuda":
+        return cuda_stub(task, kept, results)
+    names = ", ".join(map(name_of, kept))
+    triton = "Write a Triton kernel; torch may allocate, view and copy. Offsets that are masked still count."
+    imports = "import torch\n" if level == "torch" else "import torch\nimport triton\nimport triton.language as tl\n"
+    rule = f"Write it with torch's elementary operations, without the function {name} itself."
+    file = f'''"""{task}
+{rule if level == "torch" else triton}
 Any stride may come in, and there may be no row at all. Inputs stay unchanged. Accumulate in fp32.
 """
 
 {imports}
 
-def forward({", ".join(n for n, _ in kept)}):
+def forward({names}):
+    raise NotImplementedError
+'''
+    if level != "triton_grad":
+        return file
+    flows = ", ".join(f"d{name_of(r)}" for r in results)
+    made = ", ".join(f"d{g}" for g in gradients_of(name, fixed))
+    return f'''{file}
+
+def backward({flows}, {names}):
+    """From the gradient of the result and forward's arguments: {made}, in their dtypes; None for what is None."""
     raise NotImplementedError
 '''

@@ -13,13 +13,14 @@ import importlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bagu.errors import ArgumentError, BaguError
 from bagu.lab.drill.answers import Answer, AnswerFault, Answers, Reply, call_ranks
-from bagu.lab.drill.core import Drill, Text
+from bagu.lab.drill.core import Drill, Text, in_triton
 from bagu.lab.drill.diagnose import CAUSES, guess
 from bagu.lab.drill.trial import Trial, Wrong
 
@@ -99,7 +100,7 @@ def grade(
     """Grade an answer's source. With `stop`, only up to the first failure. `gate` also compiles Triton kernels."""
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
     began, cpu = time.monotonic(), _cpu()
-    with answers_or_new(answers, level) as host:
+    with answers_or_new(answers, drill, level) as host:
         passed, failures, opened = 0, list[Failure](), list[Answer]()
         for trial in trials_of(drill, level, seed):
             failure = failed(drill, level, trial, host, opened, source, file)
@@ -115,7 +116,7 @@ def grade(
         drill=drill.name, level=level, letter=letter, passed=passed, failures=failures, seed=seed,
         seconds=time.monotonic() - began, cpu_seconds=_cpu() - cpu, isolation=isolation,
     )  # fmt: skip
-    return gated(drill, source, file, made) if gate and level == "triton" and not failures else made
+    return gated(drill, source, file, made) if gate and in_triton(level) and not failures else made
 
 
 FATAL = ("hangs", "dies", "deadlock", "name", "protocol", "forbidden")  # the trials after it would say the same
@@ -125,7 +126,7 @@ def gated(drill: Drill, source: str, file: str, grade: Grade) -> Grade:
     """The grade with what the compiler says about the kernels."""
     from bagu.lab.drill.static import compile_answer
 
-    faults, notes = compile_answer(drill, source, file)
+    faults, notes = compile_answer(drill, grade.level, source, file)
     return replace(grade, letter="C" if faults else "B", notes=[*notes, *faults])
 
 
@@ -170,7 +171,7 @@ def refused_calls(drill: Drill, level: str, trial: Trial, reply: Reply) -> tuple
     called = {*(a.removeprefix("aten::") for a in reply.aten), *reply.functions}
     if found := sorted(f for f in drill.forbidden if f in called):
         return "forbidden", f"it calls {found[0]}, which is the part to write by hand"
-    if level == "triton":
+    if in_triton(level):
         computing = sorted(a for a in (x.removeprefix("aten::") for x in reply.aten) if a not in VIEWS)
         if computing:
             return "forbidden", f"torch computes {', '.join(computing)}; at this level the kernel does"
@@ -187,10 +188,14 @@ def refused_effects(drill: Drill, level: str, trial: Trial, reply: Reply) -> tup
     return None
 
 
-def answers_or_new(answers: Answers | None, level: str) -> Any:
-    from contextlib import nullcontext
+def answers_or_new(answers: Answers | None, drill: Drill, level: str) -> Any:
+    if answers is not None:
+        return nullcontext(answers)
+    if level == "cuda":
+        from bagu.lab.drill.cuda import CudaAnswers
 
-    return nullcontext(answers) if answers is not None else Answers(triton=level == "triton")
+        return CudaAnswers(drill)
+    return Answers(triton=in_triton(level))
 
 
 def _cpu() -> float:

@@ -6,6 +6,9 @@ In kernels:
     max         a sum becomes a maximum
     one trip    a loop over rows, blocks or programs ends after its first trip
     stride      the stride of another tensor is used
+In launchers:
+    packed      the stride of a tensor becomes what it would be without gaps
+    swapped     the stride of a tensor becomes that of its neighbour
 In kernels and in formulas:
     no eps      `… + eps` loses the eps
     no select   `where(c, a, b)` becomes a: a mask that masks nothing
@@ -14,8 +17,8 @@ In kernels and in formulas:
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
+from itertools import accumulate
 
 
 def calls(node: ast.AST, name: str) -> bool:
@@ -57,17 +60,37 @@ def in_formula(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield "no select", f"{called}({test}, {value}, {value})"
 
 
+def in_launcher(node: ast.AST, function: ast.AST) -> Iterator[tuple[str, str]]:
+    """The same for a node of the host's part of a Triton backend."""
+    if calls_stride(node) and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        tensor, dim = ast.unparse(node.func.value), ast.unparse(node.args[0])
+        yield "packed", f"{tensor}.contiguous().stride({dim})"
+        tensors = [ast.unparse(n.func.value) for n in ast.walk(function) if calls_stride(n)]  # type: ignore[attr-defined]
+        if others := [t for t in dict.fromkeys(tensors) if t != tensor]:
+            yield "swapped", f"{others[0]}.stride({dim})"
+
+
+def calls_stride(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "stride"
+        and bool(node.args)
+    )  # fmt: skip
+
+
 def mutants(source: str) -> Iterator[tuple[str, str]]:
     """(kind, source with one bug) of each place of a file where one can be planted."""
-    tree = ast.parse(source)
-    for at, function in enumerate(tree.body):
+    lines = source.encode().splitlines(keepends=True)
+    starts = [0, *accumulate(map(len, lines))]
+    for function in ast.parse(source).body:
         if not isinstance(function, ast.FunctionDef):
             continue
         kernel = any("triton.jit" in ast.unparse(d) for d in function.decorator_list)
-        for i, node in enumerate(ast.walk(function)):
-            for kind, becomes in [*(in_kernel(node, function) if kernel else ()), *in_formula(node)]:
-                changed = copy.deepcopy(tree)
-                target = list(ast.walk(changed.body[at]))[i]
-                other = ast.parse(becomes, mode="eval").body
-                target.__class__, target.__dict__ = other.__class__, other.__dict__
-                yield kind, ast.unparse(ast.fix_missing_locations(changed)) + "\n"
+        for node in ast.walk(function):
+            for kind, becomes in [*(in_kernel if kernel else in_launcher)(node, function), *in_formula(node)]:
+                assert isinstance(node, ast.expr) and node.end_lineno and node.end_col_offset
+                begin, end = (
+                    starts[node.lineno - 1] + node.col_offset,
+                    starts[node.end_lineno - 1] + node.end_col_offset,
+                )
+                whole = source.encode()
+                yield kind, (whole[:begin] + becomes.encode() + whole[end:]).decode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -27,6 +28,11 @@ class Attempt:
     when: float
     cause: str = ""
     shown: bool = False
+    digest: str = ""  # of the file
+
+
+def digest_of(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,10 @@ class Progress:
     def best(self, drill: str) -> Attempt | None:
         mine = [a for a in self.attempts if a.drill == drill]
         return min(mine, key=lambda a: (a.letter, a.shown), default=None)
+
+    def passed(self, drill: str, source: str) -> bool:
+        """Whether a check found this very file right."""
+        return any(a.digest == digest_of(source) and a.letter in "ABC" for a in self.attempts if a.drill == drill)
 
     def solved(self, drill: str) -> list[Attempt]:
         return [a for a in self.attempts if a.drill == drill and a.letter in "ABC"]

@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).parents[3]
 START = "import sys; sys.path.append(sys.argv[1]); from bagu.lab.drill.static import main; main(*sys.argv[2:])"
 
 
-def compile_answer(drill: Drill, source: str, file: str) -> tuple[list[str], list[str]]:
+def compile_answer(drill: Drill, level: str, source: str, file: str) -> tuple[list[str], list[str]]:
     """The faults that the compiler finds, and a line for each kernel."""
     if importlib.util.find_spec("triton") is None:
         return [], ["Triton is not installed here: the kernel was not compiled"]
@@ -32,7 +32,7 @@ def compile_answer(drill: Drill, source: str, file: str) -> tuple[list[str], lis
         path = Path(folder) / "answer.py"
         path.write_text(source, encoding="utf-8")
         settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        command = [sys.executable, "-c", START, str(PACKAGE), drill.name, str(path)]
+        command = [sys.executable, "-c", START, str(PACKAGE), drill.name, level, str(path)]
         try:
             run = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -44,7 +44,7 @@ def compile_answer(drill: Drill, source: str, file: str) -> tuple[list[str], lis
     return said["faults"], said["kernels"]
 
 
-def main(name: str, path: str) -> None:
+def main(name: str, level: str, path: str) -> None:
     """In that process: print the faults and the kernels as JSON."""
     import torch
 
@@ -66,7 +66,11 @@ def main(name: str, path: str) -> None:
     args = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in args.items() if k not in drill.fixed}
     found: list[offline.Launch] = []
     with offline.recorded(found, "forward"):
-        module.forward(**args)
+        out = module.forward(**args)
+        if level == "triton_grad":
+            outs = out if isinstance(out, tuple) else (out,)
+            flows = {f"d{o.name}": torch.empty_like(y) for o, y in zip(spec.sig.outputs, outs, strict=True)}
+            module.backward(**flows, **args)
     compiled = [offline.compile_launch(launch) for launch in found]
     codes = offline.instructions([c.asm["cubin"] for c in compiled])
     kernels = [

@@ -40,9 +40,7 @@ REQUESTS, TOKENS = 32, 8
 
 def run_both(drill: Drill, file: Path, *, steps: int = 50) -> Iterator[str]:
     """The lines of `bagu drill try`: progress, what each run gave, and what moved."""
-    if not drill.op and drill.name not in PLACES:
-        hint = f"parts that can be tried: the ops, {', '.join(PLACES)}"
-        raise ArgumentError(f"{drill.name} has no place in the stack that a run would show", hint=hint)
+    check_place(drill, drill.levels[0])
     yield f"{steps} training steps and {REQUESTS} requests, with bagu's own part and with {file}:"
     said = yield from _child(drill.name, file.absolute(), steps)
     own, mine = said["own"], said["mine"]
@@ -56,6 +54,15 @@ def run_both(drill: Drill, file: Path, *, steps: int = 50) -> Iterator[str]:
     same = sum(a == b for a, b in zip(own["results"], mine["results"], strict=True))
     slower = mine["serve_s"] / own["serve_s"]
     yield f"{same} of {len(own['results'])} answers of the engine are the same; {slower:.2f} times the time"
+
+
+def check_place(drill: Drill, level: str) -> None:
+    """Raise if an answer of this level cannot take the place of a part."""
+    hint = f"parts that can be tried: the ops in Python, {', '.join(PLACES)}"
+    if not drill.op and drill.name not in PLACES:
+        raise ArgumentError(f"{drill.name} has no place in the stack that a run would show", hint=hint)
+    if level == "cuda":
+        raise ArgumentError("a kernel in CUDA C has no host code that the stack could call", hint=hint)
 
 
 def _child(name: str, answer: Path, steps: int) -> Generator[str, None, dict[str, Any]]:

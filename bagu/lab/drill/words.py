@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bagu.errors import ArgumentError
 from bagu.lab.drill import catalogue
-from bagu.lab.drill.core import Drill, Text
+from bagu.lab.drill.core import Drill, Text, in_triton
 from bagu.lab.drill.progress import Progress
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def listing(language: str, *, every: bool = False) -> Iterator[str]:
 
 def start(drill: Drill, level: str, folder: Path, language: str) -> Path:
     """Write the stub; a file that was changed is not written over."""
-    file = folder / f"{drill.name}{'_triton' if level == 'triton' and drill.levels[0] != 'triton' else ''}.py"
+    file = folder / catalogue.file_name(drill, level)
     source = stub(drill, level, file, language)
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != source:
         raise ArgumentError(f"{file} exists, and has your work in it", hint="move it away, or give --out FOLDER")
@@ -68,9 +68,10 @@ def start(drill: Drill, level: str, folder: Path, language: str) -> Path:
 def stub(drill: Drill, level: str, file: Path, language: str) -> str:
     """The stub, its task in the language, and how to grade it."""
     source = drill.stubs[level]
+    first, comment = drill.task.zh.splitlines()[0], "//" if level == "cuda" else "#"
     if language == "zh":
-        source = source.replace('"""', f'"""{drill.task.zh.splitlines()[0]}\n\n', 1)
-    return f"{source.rstrip()}\n\n\n# bagu drill check {file.as_posix()}\n"
+        source = f"// {first}\n{source}" if level == "cuda" else source.replace('"""', f'"""{first}\n\n', 1)
+    return f"{source.rstrip()}\n\n\n{comment} bagu drill check {file.as_posix()}\n"
 
 
 def verdict(grade: Grade, language: str) -> Iterator[str]:
@@ -88,7 +89,7 @@ def verdict(grade: Grade, language: str) -> Iterator[str]:
             text = f"  {'also wrong' if en else '另有错误'}: {', '.join(others)}"
             yield from textwrap.wrap(text, 118, subsequent_indent="    ")
     yield from (f"  {note}" for note in grade.notes)
-    truth = "Triton's interpreter (no races, no shared memory)" if grade.level == "triton" else "fp64"
+    truth = "Triton's interpreter (no races, no shared memory)" if in_triton(grade.level) else "fp64"
     where = grade.isolation or ("none: this system permits none" if en else "无（系统不允许）")
     yield (
         f"  {count} {'trials' if en else '个用例'}, {grade.passed} {'right' if en else '正确'}; "

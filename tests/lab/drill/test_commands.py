@@ -54,7 +54,7 @@ def test_drills_come_again(tmp_path: Path) -> None:
 
 def test_a_bug_is_mended_in_few_lines(answers: Answers) -> None:
     found = drill("rms_norm")
-    given = bugs.planted(found, "torch", 4)
+    given = bugs.wrong(found, "torch", 4, answers)
     assert not grade(found, given, "torch", seed=1, answers=answers, stop=True).right
     head = given.splitlines()[0]
     assert bugs.changed_lines(found, given) == 0
@@ -125,9 +125,7 @@ def test_the_clock_is_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "rms_norm.py"
     file.write_text(drill("rms_norm").solutions["torch"])
     case = next(c for c in SPECS["rms_norm"].cases if c.name == "crowd")
-    known = Ceilings(device="cpu", dtype="float32", read=1e12, write=1e12, copy=1e12, matmul=1e14)
-    (row,) = time_answer(drill("rms_norm"), file, device="cpu", dtype=torch.float32, ceilings=known, cases=[case])
-    assert row.answer_s > 0 and not row.fault and letter([row]) in "ABC"
     low = Ceilings(device="cpu", dtype="float32", read=1e3, write=1e3, copy=1e3, matmul=1e3)
     (row,) = time_answer(drill("rms_norm"), file, device="cpu", dtype=torch.float32, ceilings=low, cases=[case])
-    assert row.fault and letter([row]) == "?"
+    assert row.answer_s > 0 and row.fault and letter([row]) == "?"
+    assert letter([replace(row, fault=False, floor_s=row.answer_s / 2, bagu_s=row.answer_s / 2)]) == "B"

@@ -15,8 +15,13 @@ from bagu.lab.drill.grade import grade
 
 SOLUTIONS = [(name, level) for name, d in written().items() for level in d.solutions]
 # flash_attention's takes 10 s; a planted answer of it is graded, and its memory in test_cheats.py
-SAMPLE = [(n, lv) for n, lv in SOLUTIONS if n == "softmax" or (lv != "triton" and n != "flash_attention")]
-PLANTED = [(name, p) for name, d in written().items() for p in d.planted]
+SOLUTIONS = [(name, level) for name, level in SOLUTIONS if level != "cuda"]  # test_levels.py, on a GPU
+GRAD = ("swiglu", "triton_grad")
+SAMPLE = [
+    (n, lv) for n, lv in SOLUTIONS
+    if (n, lv) in (("softmax", "triton"), GRAD) or (lv not in ("triton", "triton_grad") and n != "flash_attention")
+]  # fmt: skip
+PLANTED = [(name, p) for name, d in written().items() for p in d.planted if p.level != "cuda"]
 ONE_EACH = [(name, next(p for p in d.planted if p.level != "triton")) for name, d in written().items()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bagu.lab.drill.core import Drill, Planted, Question, Text
+from bagu.lab.drill.snippets import BLOCK_REDUCE
 
 TORCH = """import torch
 
@@ -52,6 +53,55 @@ def forward(logits, targets, ignore_index):
     return losses
 """
 
+TRITON_GRAD = (
+    TRITON
+    + """
+
+@triton.jit
+def slope(dlosses, logits, targets, dlogits, V, ignore_index, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < V
+    d = tl.zeros([BLOCK], tl.float32)
+    if target != ignore_index:
+        x = tl.load(logits + row * V + column, mask=inside, other=-float("inf")).to(tl.float32)
+        top = tl.max(x, 0)
+        e = tl.exp(x - tl.where(tl.abs(top) == float("inf"), 0.0, top))
+        p = e / tl.sum(e, 0)
+        d = tl.load(dlosses + row) * (p - tl.where(column == target, 1.0, 0.0))
+    tl.store(dlogits + row * V + column, d.to(dlogits.dtype.element_ty), mask=inside)
+
+
+def backward(dlosses, logits, targets, ignore_index):
+    dlosses, logits, targets = dlosses.contiguous(), logits.contiguous(), targets.contiguous()
+    dlogits, V = torch.empty_like(logits), logits.shape[-1]
+    if targets.numel():
+        slope[(targets.numel(),)](dlosses, logits, targets, dlogits, V, ignore_index, triton.next_power_of_2(V))
+    return dlogits
+"""
+)
+CUDA = (
+    "// launch: M, 256"
+    + BLOCK_REDUCE
+    + """
+extern "C" __global__ void kernel(
+    const float* logits, const long long* targets, long long ignore_index, float* losses, long long M, long long N) {
+    long long row = blockIdx.x, target = targets[row];
+    logits += row * N;
+    float top = -3.402823466e38f, total = 0.0f;
+    for (long long i = threadIdx.x; i < N; i += blockDim.x) top = fmaxf(top, logits[i]);
+    top = reduced(top, true);
+    top = top > 3.402823466e38f ? 0.0f : top;  // inf - inf is NaN
+    for (long long i = threadIdx.x; i < N; i += blockDim.x) total += expf(logits[i] - top);
+    total = reduced(total, false);
+    if (threadIdx.x) return;
+    bool known = target >= 0 && target < N;
+    losses[row] = target == ignore_index ? 0.0f : known ? logf(total) + (top - logits[target]) : nanf("");
+}
+"""
+)
+
 DRILL = Drill.of(
     "cross_entropy",
     difficulty=3,
@@ -59,7 +109,7 @@ DRILL = Drill.of(
     task_zh="每个词元的交叉熵：loss = logsumexp(x) - x[target]；target 为 ignore_index 的行为 0，即使该行有 NaN。",
     fixed={"label_smoothing": 0.0, "z_loss": 0.0},
     forbidden=("_log_softmax", "_softmax", "logsumexp", "nll_loss_forward", "torch.nn.functional.cross_entropy", "log_softmax"),
-    solutions={"torch": TORCH, "triton": TRITON},
+    solutions={"torch": TORCH, "triton": TRITON, "triton_grad": TRITON_GRAD, "cuda": CUDA},
     hints=(
         Text("Which of the V probabilities does the loss need?", "V 个概率中，损失需要哪一个？"),
         Text("loss = lse - x[target]; take the maximum off inside the log-sum-exp and put it back.", "loss = lse - x[target]；在 log-sum-exp 里减去最大值再加回来。"),
@@ -87,5 +137,16 @@ DRILL = Drill.of(
         Planted("triton", "other=-float(\"inf\")", "other=0.0", "tail|formula|factor"),
         Planted("triton", "inside = column < V", "inside = column < V - 1", "tail|off_by_one"),
         Planted("triton", "logits + row * V", "logits + row * BLOCK", "stride|dies|rows|formula"),
+        Planted("cuda", "target == ignore_index ? 0.0f : known", "known", "mask|special|ignored|formula|unwritten"),
+        Planted("cuda", "(top - logits[target])", "logits[target] - top", "sign|formula"),
+        Planted("cuda", "expf(logits[i] - top)", "expf(logits[i])", "overflow|formula|special"),
+        Planted("cuda", "known ? logf(total)", "true ? logf(total)", "dies|special"),
+        Planted("cuda", "logits += row * N;", "", "rows|formula"),
+        Planted("triton_grad", "(p - tl.where(column == target, 1.0, 0.0))", "p", "formula"),
+        Planted("triton_grad", "tl.load(dlosses + row) * (p", "(p", "ignored|factor|formula"),
+        Planted("triton_grad", "(p - tl.where(column == target, 1.0, 0.0))", "(tl.where(column == target, 1.0, 0.0) - p)", "sign"),
+        Planted("triton_grad", "if target != ignore_index:", "if target == target:", "mask|formula|special"),
+        Planted("triton_grad", "tl.load(dlosses + row) * (p", "tl.load(dlosses + row) / V * (p", "factor"),
+        Planted("triton_grad", "tl.load(dlosses + row)", "tl.load(dlosses)", "formula|rows"),
     ),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bagu.lab.drill.core import Drill, Planted, Question, Text
+from bagu.lab.drill.snippets import ADD_ROWS, BLOCK_REDUCE
 
 TORCH = """import torch
 
@@ -38,13 +39,61 @@ def forward(x, w, eps):
     return y
 """
 
+TRITON_GRAD = (
+    TRITON
+    + """
+
+@triton.jit
+def slope(dy, x, w, dx, parts, N, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    v = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dy + row * N + column, mask=inside, other=0.0).to(tl.float32)
+    g = d * tl.load(w + column, mask=inside, other=0.0).to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / N + eps)
+    h = v * r
+    out = r * (g - h * (tl.sum(g * h, 0) / N))
+    tl.store(dx + row * N + column, out.to(dx.dtype.element_ty), mask=inside)
+    tl.store(parts + row * N + column, d * h, mask=inside)
+"""
+    + ADD_ROWS
+    + """
+
+def backward(dy, x, w, eps):
+    dy, x, w = dy.contiguous(), x.contiguous(), w.contiguous()
+    dx, dw = torch.empty_like(x), torch.zeros_like(w)
+    N = x.shape[-1]
+    rows = x.numel() // N if N else 0
+    if rows:
+        parts = torch.empty((rows, N), dtype=torch.float32, device=x.device)
+        slope[(rows,)](dy, x, w, dx, parts, N, eps, triton.next_power_of_2(N))
+        add_rows[(triton.cdiv(N, 128),)](parts, dw, rows, N, 128)
+    return dx, dw
+"""
+)
+CUDA = (
+    "// launch: M, 256"
+    + BLOCK_REDUCE
+    + """
+extern "C" __global__ void kernel(
+    const float* x, const float* w, float eps, float* y, long long M, long long N) {
+    x += blockIdx.x * N, y += blockIdx.x * N;
+    float squares = 0.0f;
+    for (long long i = threadIdx.x; i < N; i += blockDim.x) squares += x[i] * x[i];
+    float r = 1.0f / sqrtf(reduced(squares, false) / N + eps);
+    for (long long i = threadIdx.x; i < N; i += blockDim.x) y[i] = x[i] * r * w[i];
+}
+"""
+)
+
 DRILL = Drill.of(
     "rms_norm",
     difficulty=1,
     title=Text("RMSNorm", "RMSNorm"),
     task_zh="把每一行归一到均方根为一，再乘以每个特征的权重。",
     forbidden=("torch.nn.functional.rms_norm", "torch.rms_norm", "_fused_rms_norm", "rms_norm", "native_layer_norm"),
-    solutions={"torch": TORCH, "triton": TRITON},
+    solutions={"torch": TORCH, "triton": TRITON, "triton_grad": TRITON_GRAD, "cuda": CUDA},
     hints=(
         Text("What is the largest x whose square fp16 can hold?", "fp16 能容纳多大的 x 的平方？"),
         Text("Square and sum in fp32; eps is added to the mean square, inside the root.", "在 fp32 中平方求和；eps 加在均方上，在根号内。"),
@@ -72,5 +121,16 @@ DRILL = Drill.of(
         Planted("triton", "other=0.0).to(tl.float32)\n    r", "other=1.0).to(tl.float32)\n    r", "factor|tail|formula"),
         Planted("triton", "x, w = x.contiguous(), w.contiguous()", "w = w.contiguous()", "stride"),
         Planted("triton", "inside = column < N", "inside = column < N - 1", "tail"),
+        Planted("cuda", " / N + eps)", " / N)", "eps|special|unwritten|overflow"),
+        Planted("cuda", "float r = 1.0f / sqrtf(", "float r = sqrtf(", "formula"),
+        Planted("cuda", "* r * w[i]", "* r", "ignored"),
+        Planted("cuda", "y += blockIdx.x * N", "y += 0", "unwritten|rows|overflow|formula"),
+        Planted("cuda", "reduced(squares, false)", "squares", "formula|tail"),
+        Planted("triton_grad", "g - h *", "g + h *", "sign|formula"),
+        Planted("triton_grad", "r * (g - h * (tl.sum(g * h, 0) / N))", "r * g", "formula"),
+        Planted("triton_grad", "tl.sum(g * h, 0) / N", "tl.sum(g * h, 0)", "formula|factor"),
+        Planted("triton_grad", "d * h, mask", "g * h, mask", "formula"),
+        Planted("triton_grad", "range(0, M)", "range(0, M - 1)", "formula|special"),
+        Planted("triton_grad", "return dx, dw", "return dx, dw.to(torch.float64)", "type"),
     ),
 )  # fmt: skip

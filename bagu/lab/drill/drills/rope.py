@@ -27,7 +27,7 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(x, cos, sin, positions, y, T, H, D, R, HAS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def kernel(x, cos, sin, positions, y, T, H, D, R, sign, HAS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # a token's head
     token = row // H
     p = tl.load(positions + token).to(tl.int64) if HAS else token % T
@@ -43,21 +43,34 @@ def kernel(x, cos, sin, positions, y, T, H, D, R, HAS: tl.constexpr, HALF: tl.co
     v = tl.load(x + row * D + d, mask=inside, other=0.0).to(tl.float32)
     o = tl.load(x + row * D + other, mask=turned, other=0.0).to(tl.float32)
     c = tl.load(cos + p * R + pair, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + p * R + pair, mask=turned, other=0.0).to(tl.float32)
+    s = tl.load(sin + p * R + pair, mask=turned, other=0.0).to(tl.float32) * sign
     out = tl.where(turned, v * c + tl.where(first, -o, o) * s, v)
     tl.store(y + row * D + d, out.to(y.dtype.element_ty), mask=inside)
 
 
-def forward(x, cos, sin, positions, layout):
+def rotate(x, cos, sin, positions, layout, sign):
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     *_, T, H, D = x.shape
     y = torch.empty_like(x)
     if x.numel():
         p = x if positions is None else positions.contiguous()
         half, block = layout == "half", triton.next_power_of_2(D)
-        kernel[(x.numel() // D,)](x, cos, sin, p, y, T, H, D, cos.shape[1], positions is not None, half, block)
+        has, R = positions is not None, cos.shape[1]
+        kernel[(x.numel() // D,)](x, cos, sin, p, y, T, H, D, R, sign, has, half, block)
     return y
+
+
+def forward(x, cos, sin, positions, layout):
+    return rotate(x, cos, sin, positions, layout, 1.0)
 """
+TRITON_GRAD = (
+    TRITON
+    + """
+
+def backward(dy, x, cos, sin, positions, layout):
+    return rotate(dy, cos, sin, positions, layout, -1.0)  # a rotation back
+"""
+)
 
 DRILL = Drill.of(
     "rope",
@@ -65,7 +78,7 @@ DRILL = Drill.of(
     title=Text("rotary position embedding", "旋转位置编码 RoPE"),
     task_zh="按词元位置旋转每一对特征；half 与 interleaved 两种排列；2R 之后的特征不变。",
     forbidden=("view_as_complex", "polar"),
-    solutions={"torch": TORCH, "triton": TRITON},
+    solutions={"torch": TORCH, "triton": TRITON, "triton_grad": TRITON_GRAD},
     hints=(
         Text("A pair of features is a point in the plane.", "一对特征是平面上的一个点。"),
         Text("half pairs feature r with r + R; interleaved pairs 2r with 2r + 1. Features from 2R on stay.", "half：r 与 r+R 配对；interleaved：2r 与 2r+1 配对；2R 之后不变。"),
@@ -91,5 +104,10 @@ DRILL = Drill.of(
         Planted("triton", "token % T", "token", "rows|formula|dies"),
         Planted("triton", "token = row // H", "token = row", "rows|formula|dies"),
         Planted("triton", "tl.where(first, -o, o)", "o", "sign|formula"),
+        Planted("triton_grad", "positions, layout, -1.0)", "positions, layout, 1.0)", "sign|formula"),
+        Planted("triton_grad", "return rotate(dy, cos, sin, positions, layout, -1.0)", "return rotate(x, cos, sin, positions, layout, -1.0)", "formula|ignored"),
+        Planted("triton_grad", "rotate(dy, cos, sin, positions", "rotate(dy, cos, sin, None", "ignored|formula"),
+        Planted("triton_grad", "return rotate(dy, cos", "return rotate(dy, sin", "order|formula|raises"),
+        Planted("triton_grad", "-1.0)  # a", "-0.5)  # a", "formula|factor"),
     ),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bagu.lab.drill.core import Drill, Planted, Question, Text
+from bagu.lab.drill.snippets import BLOCK_REDUCE
 
 TORCH = """import torch
 
@@ -57,13 +58,70 @@ def forward(x, scale, mask, lengths):
     return y
 """
 
+TRITON_GRAD = (
+    TRITON
+    + """
+
+@triton.jit
+def slope(dy, x, dx, mask, lengths, scale, N, HAS_MASK: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < N
+    keep = inside
+    if HAS_MASK:
+        keep = keep & (tl.load(mask + row * N + column, mask=inside, other=0) != 0)
+    if HAS_LENGTHS:
+        keep = keep & (column < tl.load(lengths + row))
+    v = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32) * scale
+    v = tl.where(keep, v, -float("inf"))
+    e = tl.exp(v - tl.max(v, 0))
+    y = tl.where(keep, e / tl.sum(tl.where(keep, e, 0.0), 0), 0.0)
+    d = tl.load(dy + row * N + column, mask=keep, other=0.0).to(tl.float32)
+    out = scale * y * (d - tl.sum(d * y, 0))
+    tl.store(dx + row * N + column, tl.where(y != 0, out, 0.0).to(dx.dtype.element_ty), mask=inside)
+
+
+def backward(dy, x, scale, mask, lengths):
+    dy, x = dy.contiguous(), x.contiguous()
+    dx, N = torch.empty_like(x), x.shape[-1]
+    if x.numel():
+        m = mask.contiguous() if mask is not None else x
+        n = lengths.contiguous() if lengths is not None else x
+        has = mask is not None, lengths is not None
+        slope[(x.numel() // N,)](dy, x, dx, m, n, scale, N, *has, triton.next_power_of_2(N))
+    return dx
+"""
+)
+CUDA = (
+    "// launch: M, 256"
+    + BLOCK_REDUCE
+    + """
+extern "C" __global__ void kernel(
+    const float* x, float scale, const unsigned char* mask, const long long* lengths, float* y, long long M,
+    long long N) {
+    long long row = blockIdx.x;
+    x += row * N, y += row * N, mask += mask ? row * N : 0;
+    long long end = lengths && lengths[row] < N ? lengths[row] : N;
+    float top = -3.402823466e38f, total = 0.0f;
+    for (long long i = threadIdx.x; i < end; i += blockDim.x)
+        if (!mask || mask[i]) top = fmaxf(top, scale * x[i]);
+    top = reduced(top, true);
+    for (long long i = threadIdx.x; i < end; i += blockDim.x)
+        if (!mask || mask[i]) total += expf(scale * x[i] - top);
+    total = reduced(total, false);
+    for (long long i = threadIdx.x; i < N; i += blockDim.x)
+        y[i] = i < end && (!mask || mask[i]) ? expf(scale * x[i] - top) / total : 0.0f;
+}
+"""
+)
+
 DRILL = Drill.of(
     "softmax",
     difficulty=2,
     title=Text("softmax of rows", "按行 softmax"),
     task_zh="把每一行分数变成和为一的正权重；支持 scale、mask 与 lengths。没有可见列的行全为零。",
     forbidden=("_softmax", "softmax", "_safe_softmax", "log_softmax", "_log_softmax", "logsumexp"),
-    solutions={"torch": TORCH, "triton": TRITON},
+    solutions={"torch": TORCH, "triton": TRITON, "triton_grad": TRITON_GRAD, "cuda": CUDA},
     hints=(
         Text("exp grows fast: what happens to a score of 1,000?", "exp 增长很快：分数为 1000 时会怎样？"),
         Text(
@@ -99,5 +157,16 @@ DRILL = Drill.of(
         Planted("triton", "x = x.contiguous()", "x = x", "stride"),
         Planted("triton", "kernel[(rows,)]", "kernel[(max(1, rows - 1),)]", "rows|unwritten"),
         Planted("triton", "column < tl.load(lengths", "column <= tl.load(lengths", "mask|off_by_one"),
+        Planted("cuda", "expf(scale * x[i] - top)", "expf(scale * x[i])", "overflow|normalize|formula"),
+        Planted("cuda", "lengths && lengths[row] < N ? lengths[row] : N", "N", "mask"),
+        Planted("cuda", "if (!mask || mask[i]) total", "total", "mask|normalize|formula|unwritten"),
+        Planted("cuda", "i < N; i", "i < end; i", "unwritten|overflow"),
+        Planted("cuda", "i += blockDim.x)\n        y", "i += 2 * blockDim.x)\n        y", "unwritten|tail|overflow"),
+        Planted("triton_grad", "(d - tl.sum(d * y, 0))", "(d + tl.sum(d * y, 0))", "sign|formula"),
+        Planted("triton_grad", "(d - tl.sum(d * y, 0))", "d", "formula"),
+        Planted("triton_grad", "out = scale * y *", "out = y *", "ignored|factor"),
+        Planted("triton_grad", "tl.sum(d * y, 0)", "tl.sum(d, 0)", "formula"),
+        Planted("triton_grad", "tl.sum(d * y, 0)", "tl.sum(d * y, 0) / N", "formula"),
+        Planted("triton_grad", "dy, x = dy.contiguous(), x.contiguous()\n    dx", "x = x.contiguous()\n    dx", "stride"),
     ),
 )  # fmt: skip

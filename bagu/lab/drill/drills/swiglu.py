@@ -44,6 +44,33 @@ def forward(x, up):
         kernel[(triton.cdiv(y.numel(), 1024),)](flat, second, y, y.numel(), N, x.shape[-1], 1024)
     return y
 """
+TRITON_GRAD = (
+    TRITON
+    + """
+
+@triton.jit
+def slope(dy, gate, up, dgate, dup, n, N, stride, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    source = at // N * stride + at % N
+    d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + source, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + source, mask=inside, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(dgate + source, (d * u * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + source, (d * g * s).to(dup.dtype.element_ty), mask=inside)
+
+
+def backward(dy, x, up):
+    dy, x = dy.contiguous(), x.contiguous()
+    N = dy.shape[-1]
+    dx, dup = torch.empty_like(x), None if up is None else torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    if dy.numel():
+        second, into = (x.view(-1)[N:], dx.view(-1)[N:]) if up is None else (up.contiguous(), dup)
+        slope[(triton.cdiv(dy.numel(), 1024),)](dy, x, second, dx, into, dy.numel(), N, x.shape[-1], 1024)
+    return dx, dup
+"""
+)
 
 DRILL = Drill.of(
     "swiglu",
@@ -51,7 +78,7 @@ DRILL = Drill.of(
     title=Text("SwiGLU", "SwiGLU"),
     task_zh="门控线性单元：y = silu(gate)·up；x 里 gate 在前、up 在后，或 up 单独传入。",
     forbidden=("silu", "sigmoid", "glu", "torch.nn.functional.silu"),
-    solutions={"torch": TORCH, "triton": TRITON},
+    solutions={"torch": TORCH, "triton": TRITON, "triton_grad": TRITON_GRAD},
     hints=(
         Text("silu(g) = g * sigmoid(g): what does sigmoid need when g is -100?", "silu(g) = g·sigmoid(g)：g = -100 时 sigmoid 会怎样？"),
         Text("g / (1 + exp(-g)) is safe on both sides: exp may overflow to inf, and g / inf is 0.", "g/(1+exp(-g)) 两侧都安全：exp 溢出为 inf，g/inf = 0。"),
@@ -77,5 +104,11 @@ DRILL = Drill.of(
         Planted("triton", "inside = at < n", "inside = at < n - 1", "tail|unwritten"),
         Planted("triton", "at // N * stride + at % N", "at", "rows|formula|ignored"),
         Planted("triton", "triton.cdiv(y.numel(), 1024)", "max(1, y.numel() // 1024)", "tail|unwritten|rows"),
+        Planted("triton_grad", "d * u * s * (1.0 + g * (1.0 - s))", "d * u * s", "formula"),
+        Planted("triton_grad", "(1.0 + g * (1.0 - s))", "(1.0 - g * (1.0 - s))", "sign|formula"),
+        Planted("triton_grad", "d * g * s", "d * s", "formula|ignored"),
+        Planted("triton_grad", "d * u * s *", "d * s *", "formula|ignored"),
+        Planted("triton_grad", "return dx, dup", "return dx, dx", "type|formula|raises"),
+        Planted("triton_grad", "slope[(triton.cdiv(dy.numel(), 1024),)]", "slope[(max(1, dy.numel() // 1024),)]", "unwritten|tail|overflow|rows"),
     ),
 )  # fmt: skip

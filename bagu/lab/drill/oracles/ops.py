@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,30 +16,40 @@ import torch
 
 from bagu.errors import ConformanceError
 from bagu.lab.drill.answers import Answer, AnswerFault, Reply
-from bagu.lab.drill.core import Drill, Text
+from bagu.lab.drill.core import Drill, Text, in_triton
+from bagu.lab.drill.diagnose import guess
+from bagu.lab.drill.signature import gradients_of
 from bagu.lab.drill.trial import Trial, Wrong
 from bagu.ops.catalogue import SPECS
 from bagu.ops.contract.core import Case, OpSpec, Streams, check
 
 LAYOUTS = ("packed", "packed", "odd_gaps", "transposed", "packed", "sliced", "stepped")
-LARGE = {"torch": 1 << 21, "triton": 1 << 18}  # elements of the inputs of a case; larger ones take the interpreter long
+LARGE = {
+    "torch": 1 << 21,
+    "triton": 1 << 18,
+    "triton_grad": 1 << 16,
+    "cuda": 1 << 22,
+}  # elements of the inputs of a case; larger ones take the interpreter long
 BASIC = ("even", "masked", "ragged", "square", "basic", "plain", "small")
 
 
-def reduced(drill: Drill) -> OpSpec:
-    """The op's spec with the drill's fixed arguments, and without gradients."""
+def reduced(drill: Drill, *, gradients: bool = False) -> OpSpec:
+    """The op's spec with the drill's fixed arguments, without gradients if they are not asked for."""
     spec = SPECS[drill.op]
-    inputs = spec.inputs
-    return dataclasses.replace(spec, grads=(), twins={}, saves=(), inputs=lambda c, s: inputs(c, s) | dict(drill.fixed))
+    inputs, grads = spec.inputs, tuple(gradients_of(drill.op, drill.fixed)) if gradients else ()
+    return dataclasses.replace(
+        spec, grads=grads, twins={}, saves=(), inputs=lambda c, s: inputs(c, s) | dict(drill.fixed)
+    )
 
 
 def trials(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
-    spec = reduced(drill)
+    spec = reduced(drill, gradients=level == "triton_grad")
     cases = [c for c in spec.cases if not c.bench and _fits(spec, c, level)]
     ordered = sorted(cases, key=lambda c: _size(spec, c) > 5000)  # stable: the spec's order, long ones last
     for i, case in enumerate(ordered):
-        dtype = torch.float16 if i % 2 else torch.float32
-        yield _trial(drill, spec, case, dtype, LAYOUTS[i % len(LAYOUTS)], level, seed)
+        dtype = torch.float16 if i % 2 and level != "cuda" else torch.float32
+        layout = "packed" if level == "cuda" else LAYOUTS[i % len(LAYOUTS)]
+        yield _trial(drill, spec, case, dtype, layout, level, seed)
         if i == 0:
             yield _again(drill, spec, case, level, seed)
     if drill.op == "attention":
@@ -53,40 +64,104 @@ def _size(spec: OpSpec, case: Case) -> int:
 def _fits(spec: OpSpec, case: Case, level: str) -> bool:
     if _size(spec, case) > LARGE[level]:
         return False
-    if level == "triton" and spec.unsupported is not None:
+    if in_triton(level) and spec.unsupported is not None:
         return spec.unsupported(spec.inputs(case, Streams(spec.name, case.name))) is None
     return True
 
 
 class _Seen:
-    """The last call of an answer inside `check`, for the diagnosis."""
+    """The last calls of an answer inside `check`: the record of both together, and what the diagnosis compares."""
 
     def __init__(self) -> None:
         self.reply: Reply | None = None
         self.args: dict[str, Any] = {}
+        self.flows: Sequence[torch.Tensor] = ()  # the incoming gradients
+        self.gradients: Mapping[str, Any] = {}
+
+    def add(self, reply: Reply) -> Reply:
+        """The reply, whose record is added to that of the call before; the value stays that of the forward."""
+        before, self.reply = self.reply, reply
+        if before is not None:
+            self.reply = before.with_record_of(reply)
+        return reply
 
 
 def _remote(drill: Drill, spec: OpSpec, answer: Answer, seen: _Seen, **options: Any) -> Callable[..., Any]:
+    """The answer as a function of the op's arguments, which autograd differentiates if the spec has gradients."""
+
     def forward(**args: Any) -> Any:
         kept = {k: v for k, v in args.items() if k not in drill.fixed}
         seen.args = dict(args)
-        seen.reply = answer.call("forward", kwargs=kept, **options)
-        return results(spec, seen.reply.value)
+        return results(spec, seen.add(answer.call("forward", kwargs=kept, **options)).value)
 
-    return forward
+    def backward(args: Mapping[str, Any], flows: Sequence[torch.Tensor]) -> list[Any]:
+        named = {f"d{name}": flow for name, flow in zip(spec.differentiable, flows, strict=True)}
+        kept = {k: v for k, v in args.items() if k not in drill.fixed}
+        seen.flows = flows
+        found = seen.add(answer.call("backward", kwargs={**named, **kept}, **options)).value
+        seen.gradients = gradients(spec, args, found)
+        return list(seen.gradients.values())
+
+    return _differentiable(spec, forward, backward) if spec.grads else forward
+
+
+def _differentiable(spec: OpSpec, forward: Any, backward: Any) -> Callable[..., Any]:
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, args: dict[str, Any], *given: Any) -> Any:
+            ctx.args = args
+            return forward(**args)
+
+        @staticmethod
+        def backward(ctx: Any, *flows: torch.Tensor) -> Any:
+            return None, *backward(ctx.args, flows)
+
+    def call(**args: Any) -> Any:
+        plain = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+        return Both.apply(plain, *(args[g] for g in spec.grads))
+
+    return call
 
 
 def results(spec: OpSpec, value: Any) -> Any:
     """The outputs of a forward, or Wrong if they are not the tensors that the signature names."""
     names = [o.name for o in spec.sig.outputs]
+    values = tensors("forward", names, value)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def tensors(function: str, names: Sequence[str], value: Any) -> list[torch.Tensor]:
+    """A function's results as a list, or Wrong if they are not one tensor for each name."""
     values = list(value) if isinstance(value, tuple) and len(names) > 1 else [value]
     if len(values) != len(names):
-        raise Wrong(f"forward returned {len(values)} values, and the signature has {len(names)}", cause="type")
+        raise Wrong(
+            f"{function} returned {len(values)} values, expected {len(names)}: {', '.join(names)}", cause="type"
+        )
     for name, one in zip(names, values, strict=True):
         if not isinstance(one, torch.Tensor):
             kind = getattr(one, "type_name", type(one).__name__)
-            raise Wrong(f"forward returned {kind} for {name}, expected a plain torch.Tensor on the CPU", cause="type")
-    return values[0] if len(values) == 1 else tuple(values)
+            raise Wrong(
+                f"{function} returned {kind} for {name}, expected a plain torch.Tensor on the CPU", cause="type"
+            )
+    return values
+
+
+def gradients(spec: OpSpec, args: Mapping[str, Any], value: Any) -> dict[str, Any]:
+    """What a backward returned, by the name of the argument: None for an argument that is None."""
+    values = list(value) if isinstance(value, tuple) and len(spec.grads) > 1 else [value]
+    if len(values) != len(spec.grads):
+        said = f"backward returned {len(values)} values, expected {len(spec.grads)}"
+        raise Wrong(f"{said}: {', '.join(f'd{g}' for g in spec.grads)}", cause="type")
+    found = dict(zip(spec.grads, values, strict=True))
+    for name, one in found.items():
+        if args[name] is None:
+            found[name] = None
+            continue
+        tensors("backward", [f"d{name}"], one)
+        if (one.shape, one.dtype) != (args[name].shape, args[name].dtype):
+            said = f"backward returned d{name} as {one.dtype} {list(one.shape)}"
+            raise Wrong(f"{said}, expected {args[name].dtype} {list(args[name].shape)}", cause="type")
+    return found
 
 
 def _trial(
@@ -121,10 +196,15 @@ def _trial(
         if reply.view:
             raise Wrong("the result shares memory with an input, and must have its own", cause="type")
         if error is not None:
-            got, want = _pair(spec, seen)
             text = str(error.args[0]).rpartition("]: ")[2]
             where = f"case {case.name} ({_kind(dtype)}, {layout}, {_shapes(seen.args)}): {text}"
-            cause = "stride" if strided else _cause(drill, case, dtype, seen, got, want)
+            gradient = re.match(r"d(\w+)", text)
+            if gradient and (name := gradient[1]) in seen.gradients:
+                got, want = seen.gradients[name], _gradient(spec, seen, name)
+                cause = "stride" if strided else guess(got, want, {}, usual="formula")
+            else:
+                got, want = _pair(spec, seen)
+                cause = "stride" if strided else _cause(drill, case, dtype, seen, got, want)
             raise Wrong(where, got=got, want=want, cause=cause)
 
     return Trial(
@@ -147,6 +227,16 @@ def _truth(spec: OpSpec, args: Mapping[str, Any]) -> torch.Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+def _gradient(spec: OpSpec, seen: _Seen, name: str) -> torch.Tensor:
+    """The true gradient of an argument, for the diagnosis."""
+    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in seen.args.items()}
+    wide[name] = wide[name].detach().requires_grad_()
+    with torch.enable_grad():
+        out = spec.apply(spec.reference, wide)
+    flows = [flow.double() for flow in seen.flows]
+    return torch.autograd.grad(out if isinstance(out, tuple) else (out,), wide[name], flows)[0]
+
+
 def _pair(spec: OpSpec, seen: _Seen) -> tuple[Any, torch.Tensor]:
     assert seen.reply is not None
     value = seen.reply.value
@@ -155,7 +245,6 @@ def _pair(spec: OpSpec, seen: _Seen) -> tuple[Any, torch.Tensor]:
 
 def _cause(drill: Drill, case: Case, dtype: torch.dtype, seen: _Seen, got: Any, want: torch.Tensor) -> str:
     """By what typical mistakes would have given; else by the case, if it is there for one reason."""
-    from bagu.lab.drill.diagnose import guess
     from bagu.lab.drill.oracles import op_mistakes
 
     if isinstance(got, torch.Tensor) and (got.shape != want.shape or got.dtype != _expected(drill, dtype, want)):
