@@ -9,10 +9,12 @@ sandbox after every stage. Size and steps are chosen for the available time (`de
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +27,7 @@ from bagu.recipes.baselines import Compressors, compressors
 from bagu.recipes.demo_data import StageData
 from bagu.recipes.demo_eval import TASKS, suggested
 from bagu.recipes.demo_later import LATER, Clock, LaterStages, changed_words, go_on, progress_of
+from bagu.recipes.demo_pace import in_parts, seconds_of, tokens_per_s
 from bagu.recipes.demo_plan import Pace, Plan, measured, revised
 from bagu.recipes.demo_record import write_record
 from bagu.recipes.demo_report import Finished, print_summary, report
@@ -32,7 +35,6 @@ from bagu.recipes.demo_server import ask, can_serve, running_server, wait_for_in
 from bagu.recipes.demo_sizes import CPU_SIZES, GPU, QUICK, Demo
 from bagu.recipes.find import MODEL
 from bagu.recipes.generation import suggest
-from bagu.recipes.run import Run
 from bagu.recipes.tokenizer import train_tokenizer
 from bagu.recipes.training import Trained, train
 from bagu.runs.progress import duration
@@ -88,13 +90,14 @@ def demo(
         demonstrations=size.demonstrations, pairs=PAIRS, questions=QUESTIONS if plan else size.demonstrations, seed=seed
     )
     data.write(size.data)
-    later = LaterStages(out, stages, clock, size, pace, corpus, tokenizer)
-    with stages.stage("Evaluate it on held-out functions") as stage:
+    later = LaterStages(out, stages, clock, size, plan, pace, corpus, tokenizer)
+    with stages.stage("Compare it with gzip and xz, evaluate it on held-out functions") as stage:
+        stock = _stock_compressors(corpus, size) if compressing is None else compressing.result()
+        stage.result = f"gzip {stock.gzip_bits_per_byte:.3f}, xz {stock.xz_bits_per_byte:.3f} bits/byte"
         later.evaluate("pretrain", base, stage)
     for each in LATER:
         later.train(each)
-    with stages.stage("Compare with gzip, xz and copying, write the report") as stage:
-        stock = _stock_compressors(corpus, size) if compressing is None else compressing.result()
+    with stages.stage("Compare with copying, write the report"):
         done = Finished(
             size=later.size, plan=plan, stages=tuple(later.done), bits=bits, stock=stock,
             copying={task: data.copying(task, size.compose_items) for task in TASKS},
@@ -103,7 +106,6 @@ def demo(
         suggest(done.model / MODEL, suggested(last.trained.model, tokenizer, last.evaluation.folder))
         page = report(out, done, clock.spent())
         write_record(out, done, clock.spent())
-        stage.result = f"gzip {stock.gzip_bits_per_byte:.3f}, xz {stock.xz_bits_per_byte:.3f} bits/byte"
     if not serve:
         print_summary(console, page, out, done, clock.spent())
         return page
@@ -172,37 +174,39 @@ def _pretrain(
 ) -> tuple[Demo, Trained, Pace | None]:
     """Pretrain; with a plan, adjust the number of steps to the pace of the first ones."""
 
-    def go(run: Run, *, resume: bool = False, pause_after: int | None = None) -> Trained:
-        shown = progress_of(stage, run, quiet=("resume",))
+    run = size.pretrain()
+
+    def go(steps: int, *, resume: bool, pause_after: int | None) -> Trained:
+        whole = replace(run, train=replace(run.train, steps=steps))
+        shown = progress_of(stage, whole, quiet=("resume",))
         done = train(
-            run, out, resume=resume, pause_after=pause_after, progress=shown, prompts=PROMPTS, tokenizer=tokenizer,
+            whole, out, resume=resume, pause_after=pause_after, progress=shown, prompts=PROMPTS, tokenizer=tokenizer,
             corpora={STDLIB: corpus},
         )  # fmt: skip
         go_on(done)
         return done
 
-    run = size.pretrain()
     if plan is None:
-        return size, go(run), None
-    pace, done = None, 0
-    for share in REVISIONS:
-        done = max(done + 1, int(share * size.pretrain_steps))
-        pace = _pace(go(run, pause_after=done, resume=pace is not None), clock, pace)
+        return size, go(run.train.steps, resume=False, pause_after=None), None
+    prepared_s: float | None = None
+
+    def revise(done: int, begun: Trained) -> int:
+        nonlocal size, prepared_s
+        rows = begun.folder.metrics()
+        prepared_s = clock.spent() - seconds_of(rows) if prepared_s is None else prepared_s
+        pace = _pace(begun, rows, clock, prepared_s)
         size = revised(replace(plan, size=size), done, pace, fill=clock.fill)
-        run = replace(run, train=replace(run.train, steps=size.pretrain_steps))
-    return size, go(run, resume=True), pace
+        return size.pretrain_steps
+
+    _, base = in_parts(size.pretrain_steps, REVISIONS, go, revise)
+    rows = base.folder.metrics()
+    return size, base, _pace(base, rows[len(rows) // 2 :], clock, prepared_s or clock.spent() - seconds_of(rows))
 
 
-def _pace(begun: Trained, clock: Clock, before: Pace | None) -> Pace:
-    """The measured pace of a run: a mean over time, which counts slow spells; the first step is warm-up."""
-    rows = begun.folder.metrics()
-    timed = rows[1:] or rows
-    return Pace(
-        tokens_per_s=sum(r["tokens"] for r in timed) / sum(r["tokens"] / r["tokens_per_s"] for r in timed),
-        left_s=clock.left(),
-        prepared_s=before.prepared_s if before else clock.spent() - sum(r["tokens"] / r["tokens_per_s"] for r in rows),
-        held_out_tokens=begun.data.sources[STDLIB].validation_tokens,
-    )
+def _pace(begun: Trained, rows: Sequence[Mapping[str, Any]], clock: Clock, prepared_s: float) -> Pace:
+    """The pace of these steps of a run."""
+    held_out = begun.data.sources[STDLIB].validation_tokens
+    return Pace(tokens_per_s=tokens_per_s(rows), left_s=clock.left(), prepared_s=prepared_s, held_out_tokens=held_out)
 
 
 def _held_out_bits(base: Trained, size: Demo) -> float:

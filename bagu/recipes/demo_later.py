@@ -9,9 +9,8 @@ time permits, and is evaluated on the same items.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from bagu.data.prompts import PromptCorpus
 from bagu.data.tokenizer import BpeTokenizer
 from bagu.errors import BaguError
 from bagu.recipes.demo_eval import Evaluation, eval_words, evaluate_stage, learned
-from bagu.recipes.demo_plan import Pace, dpo_steps, rl_steps, sft_steps
+from bagu.recipes.demo_pace import in_parts, steps_made, tokens_per_s
+from bagu.recipes.demo_plan import Pace, Plan, Steps, dpo_steps, rl_steps, sft_steps
 from bagu.recipes.demo_sizes import Demo
 from bagu.recipes.run import Run
 from bagu.recipes.training import Trained, train
@@ -47,7 +47,8 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Later:
-    """A stage after pretraining: `folder` of its run, `name` in tables, `steps` the field of Demo with its length."""
+    """A stage after pretraining: `folder` of its run, `name` in tables, `steps` the field of Demo with its length, and
+    `revisions` the shares of it after which the length is fitted again: where its learning rate is at the peak."""
 
     title: str
     folder: str
@@ -55,12 +56,13 @@ class Later:
     steps: str
     run: Callable[[Demo, Path], Run]
     corpus: type[ChatCorpus] | type[PreferenceCorpus] | type[PromptCorpus]
+    revisions: tuple[float, ...] = ()
 
 
 LATER = (
     Later(
         title="Fine-tune it on demonstrations", folder="sft", name="SFT", steps="sft_steps",
-        run=Demo.sft, corpus=ChatCorpus,
+        run=Demo.sft, corpus=ChatCorpus, revisions=(1 / 8, 3 / 8),
     ),
     Later(
         title="Prefer right functions to wrong ones (DPO)", folder="dpo", name="DPO", steps="dpo_steps",
@@ -68,7 +70,7 @@ LATER = (
     ),
     Later(
         title="Reinforce answers that run rightly (GRPO)", folder="grpo", name="GRPO", steps="rl_steps",
-        run=Demo.grpo, corpus=PromptCorpus,
+        run=Demo.grpo, corpus=PromptCorpus, revisions=(1 / 8, 1 / 2, 7 / 8),
     ),
 )  # fmt: skip
 
@@ -86,12 +88,12 @@ class LaterStages:
     """Runs the stages in order; `done` begins with pretraining."""
 
     def __init__(
-        self, out: Path, stages: Stages, clock: Clock, size: Demo, pace: Pace | None, text: TextCorpus,
-        tokenizer: BpeTokenizer,
+        self, out: Path, stages: Stages, clock: Clock, size: Demo, plan: Plan | None, pace: Pace | None,
+        text: TextCorpus, tokenizer: BpeTokenizer,
     ) -> None:  # fmt: skip
-        """`pace` is None if the numbers of steps are given."""
-        self.out, self.stages, self.clock, self.size, self.pace = out, stages, clock, size, pace
-        self.text, self.tokenizer = text, tokenizer
+        """`plan` and `pace` are None if the numbers of steps are given."""
+        self.out, self.stages, self.clock, self.size, self.plan, self.pace = out, stages, clock, size, plan, pace
+        self.planned, self.text, self.tokenizer = size, text, tokenizer
         self.done: list[Done] = []
 
     def evaluate(self, name: str, trained: Trained, stage: Stage) -> None:
@@ -104,33 +106,53 @@ class LaterStages:
     def train(self, later: Later) -> None:
         with self.stages.stage(later.title) as stage:
             planned = getattr(self.size, later.steps)
-            self.size = self._fitted(later)
+            self._fit_steps(later, None)
             run = later.run(self.size, self.done[-1].trained.folder.path)
             corpora = {
                 name: later.corpus.of(name, source, run.selection).sharing(self.text)
                 for name, source in run.sources.items()
             }
-            trained = train(run, self.out / later.folder, progress=progress_of(stage, run), corpora=corpora)
-            go_on(trained)
-            stage.result = f"{trained.fit.step:,} steps{changed_words(planned, run.train.steps)}"
+
+            def go(steps: int, *, resume: bool, pause_after: int | None) -> Trained:
+                whole = replace(run, train=replace(run.train, steps=steps))
+                trained = train(
+                    whole, self.out / later.folder, resume=resume, pause_after=pause_after, corpora=corpora,
+                    progress=progress_of(stage, whole, quiet=("resume",)),
+                )  # fmt: skip
+                go_on(trained)
+                return trained
+
+            def revise(done: int, begun: Trained) -> int:
+                self._fit_steps(later, steps_made(begun.folder.metrics()))
+                return int(getattr(self.size, later.steps))
+
+            revisions = () if self.pace is None else later.revisions
+            _, trained = in_parts(run.train.steps, revisions, go, revise)
+            if self.pace is not None and later.folder == "sft":  # steps like those of the next stages
+                self.pace = replace(self.pace, tokens_per_s=tokens_per_s(trained.folder.metrics()))
+            stage.result = f"{trained.fit.step:,} steps{changed_words(planned, trained.fit.step)}"
             self.evaluate(later.name, trained, stage)
             said = [] if trained.idle is None else [trained.idle]
             stage.result += "\n  " + "; ".join([*said, learned(*(d.evaluation for d in self.done[-2:]))])
 
-    def _fitted(self, later: Later) -> Demo:
-        """The size with the number of steps of this stage that fits the remaining time."""
-        if self.pace is None:
-            return self.size
-        last = self.done[-1].evaluation
+    def _fit_steps(self, later: Later, made: Steps | None) -> None:
+        """Set the number of steps of this stage to what fits the remaining time; `made` are those of it that are done.
+
+        Without `fill` a stage has at most the steps of its size. They are not bounded by the plan: if its first
+        seconds were slow, later stages use the time that is left.
+        """
+        if self.pace is None or self.plan is None:
+            return
+        last, most = self.done[-1].evaluation, None if self.clock.fill else getattr(self.plan.rate.size, later.steps)
         pace = replace(self.pace, left_s=self.clock.left(), evaluation_s=last.seconds)
-        reinforced = partial(rl_steps, answer_s=last.answer_s)
-        fits: Mapping[str, Callable[[Demo, Pace], int]] = {
-            "sft_steps": sft_steps,
-            "dpo_steps": dpo_steps,
-            "rl_steps": reinforced,
-        }
-        fitted: dict[str, Any] = {later.steps: fits[later.steps](self.size, pace)}
-        return replace(self.size, **fitted)
+        if later.steps == "sft_steps":
+            steps = sft_steps(self.planned, most, pace, made)
+        elif later.steps == "dpo_steps":
+            steps = dpo_steps(self.planned, most, pace)
+        else:
+            steps = rl_steps(self.planned, most, pace, last.answer_s, made)
+        fitted: dict[str, Any] = {later.steps: steps}
+        self.size = replace(self.size, **fitted)
 
 
 def progress_of(stage: Stage, run: Run, *, quiet: tuple[str, ...] = ()) -> TrainProgress:

@@ -3,11 +3,12 @@
     1. `measured`    the pace of each size that may be fast enough, the largest first, until one sees enough tokens
     2. `Plan.of`     size and steps from these rates; both are in the run's config before its first step
     3. `revised`     after an eighth and three eighths of pretraining, the number of steps that fits the real pace
-    4. `sft_steps`, `dpo_steps`, `rl_steps`   before each later stage, the number of steps that fits what is left
+    4. `sft_steps`, `dpo_steps`, `rl_steps`   before each later stage, the number of steps that fits what is left, and
+       again inside the stage, by the time of its own steps (demo_pace.py)
 
-The warm-up of the learning rate has a number of steps that is fixed in 2, and the rate stays at its peak for the first
-half of a run. So a run whose number of steps changes before has made the same updates as a run with the new
-number from the start: running the final config again gives the same model.
+The warm-up of the learning rate has a number of steps that is fixed before the first, and the rate stays at its peak
+for the first half of a run (for all of reinforcement). So a run whose number of steps changes before has made the same
+updates as a run with the new number from the start: running the final config again gives the same model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from bagu.train.step import step
 
 # Seconds on two Neoverse-N1 cores, the slowest machine tested. The measured time of the first corrects the others.
 PREPARE_S = 22.0  # read and deduplicate the library, train the tokenizer, tokenise
-ENDING_S = 32.0  # compressors, report, a server that starts
+COMPRESS_S = 15.0  # gzip and xz, after pretraining
+ENDING_S = 17.0  # report, a server that starts
 COMPOSE_S = 6.0  # of an evaluation after one stage: `compose` and `compose_long`
 TASKS_S, WRITE_ITEM_S = 4.0, 0.25  # with the library: its tasks, and an item of `write` in addition
 LIBRARY_S = 600.0  # a demo of this time or more trains on functions of the library too
@@ -112,7 +114,8 @@ def _with_items(size: Demo, budget_s: float) -> Demo:
 def _after_s(size: Demo, evaluations: int) -> float:
     """The time of what is neither preparation nor training, with this many evaluations, on the slowest machine."""
     library_s = TASKS_S + WRITE_ITEM_S * size.write_items if size.library else 0.0
-    return ENDING_S + evaluations * (COMPOSE_S + library_s)
+    compress_s = COMPRESS_S if evaluations == EVALUATIONS else 0.0
+    return compress_s + ENDING_S + evaluations * (COMPOSE_S + library_s)
 
 
 def _held_out_s(tokens_per_s: float, tokens: int = HELD_OUT_TOKENS) -> float:
@@ -205,28 +208,39 @@ def revised(plan: Plan, done: int, pace: Pace, *, fill: bool) -> Demo:
     return size if near else with_steps(size, steps)
 
 
-def sft_steps(size: Demo, pace: Pace) -> int:
-    """The number of fine-tuning steps that fits its share of the remaining time, at most the size's."""
-    return _share_of_rest(
-        size, pace, EVALUATIONS - 1, size.sft_share / size.later_share, 1.0, size.sft_steps, FEWEST_STEPS
-    )
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Steps of a stage that have been made, and the measured time of one."""
+
+    done: int
+    step_s: float
 
 
-def dpo_steps(size: Demo, pace: Pace) -> int:
-    """The number of steps of DPO that fits its share of the remaining time, at most the size's."""
+def sft_steps(size: Demo, most: int | None, pace: Pace, made: Steps | None = None) -> int:
+    """The number of fine-tuning steps that fits its share of the remaining time, at most `most`. The shares are those
+    of `size`, with its planned numbers of steps."""
+    share = size.sft_share / size.later_share
+    made = made or Steps(done=0, step_s=size.tokens_per_step / pace.tokens_per_s)
+    fits = _fits(share, pace.training_s(size, EVALUATIONS - 1), made, most, FEWEST_STEPS)
+    return max(fits, math.ceil(made.done / (1 - COOLDOWN)))
+
+
+def dpo_steps(size: Demo, most: int | None, pace: Pace) -> int:
+    """The number of steps of DPO that fits its share of the remaining time, at most `most`."""
     share = size.dpo_share / (size.later_share - size.sft_share)
-    return _share_of_rest(size, pace, EVALUATIONS - 2, share, DPO_COST, size.dpo_steps, FEWEST_LATER)
+    made = Steps(done=0, step_s=DPO_COST * size.tokens_per_step / pace.tokens_per_s)
+    return _fits(share, pace.training_s(size, EVALUATIONS - 2), made, most, FEWEST_LATER)
 
 
-def _share_of_rest(size: Demo, pace: Pace, evaluations: int, share: float, cost: float, most: int, fewest: int) -> int:
-    """Steps, each of which takes `cost` times a step of pretraining."""
-    fits = int(share * pace.training_s(size, evaluations) * pace.tokens_per_s / (cost * size.tokens_per_step))
-    return max(min(fewest, most), min(most, fits))
-
-
-def rl_steps(size: Demo, pace: Pace, answer_s: float) -> int:
-    """The number of steps of reinforcement that fits the remaining time, at most the size's. `answer_s` is the time of
-    an answer of `rl_tokens` tokens, sampled with many others."""
+def rl_steps(size: Demo, most: int | None, pace: Pace, answer_s: float, made: Steps | None = None) -> int:
+    """The number of steps of reinforcement that fits the remaining time, at most `most`. `answer_s` is the time of
+    an answer of `rl_tokens` tokens, sampled with many others: the estimate before the first step."""
     answers = size.rl_prompts * size.rl_samples
-    step_s = answers * (answer_s + ANSWER_TOKENS / pace.tokens_per_s)
-    return max(min(FEWEST_LATER, size.rl_steps), min(size.rl_steps, int(pace.training_s(size, 1) / step_s)))
+    made = made or Steps(done=0, step_s=answers * (answer_s + ANSWER_TOKENS / pace.tokens_per_s))
+    return max(made.done, _fits(1.0, pace.training_s(size, 1), made, most, FEWEST_LATER))
+
+
+def _fits(share: float, left_s: float, made: Steps, most: int | None, fewest: int) -> int:
+    """The steps of a stage that has `share` of the time left and of the time that its own steps took."""
+    fits = max(fewest, int(share * (left_s / made.step_s + made.done)))
+    return fits if most is None else min(fits, most)

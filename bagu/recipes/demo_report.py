@@ -147,9 +147,7 @@ def _chosen(done: Finished, spent_s: float) -> tuple[Table, ...]:
         *((stage.name, f"{stage.trained.fit.step:,} steps") for stage in done.stages[1:]),
         ("because", plan.reason),
     ]
-    note = (
-        "Rates are of two steps before anything else; the steps were fitted to the real pace after an eighth of them."
-    )
+    note = "Rates are of two steps before anything else; the steps were fitted to the real pace inside each stage."
     return (Table(title="What was chosen for this machine", columns=("what", "value"), rows=rows, note=note),)
 
 

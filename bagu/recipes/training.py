@@ -137,7 +137,10 @@ def train(
             model = _model(run, inputs)
         auxiliary = _auxiliary_models(inputs)
         with _rank_0_first(mesh):
-            data = run.objective.prepare(inputs.data, model, steps=run.train.steps, eval_batches=run.eval_batches)
+            needed = values is not None and run.objective.whole_model == "prepare"
+            initial = _model(run, inputs) if needed else model  # whole, and released before the first step
+            data = run.objective.prepare(inputs.data, initial, steps=run.train.steps, eval_batches=run.eval_batches)
+            del initial
         loss = run.objective.loss(model, auxiliary)
         data = stack.enter_context(with_rollouts(run, data, inputs, model, loss))
         task_scores = TaskEvaluation(run, tasks, inputs.tokenizer) if tasks else None
@@ -217,9 +220,12 @@ def _check_offload(run: Run) -> None:
 
 
 def _divides(run: Run, inputs: Inputs, mesh: Mesh | None) -> bool:
-    """Whether each rank fills only its part of the model. Other objectives need the weights before the first step; ZeRO
-    keeps the base of LoRA whole, and int8 rounds it, as merging changes that of an adapter."""
-    if mesh is None or not isinstance(run.objective, TokenObjective):
+    """Whether each rank fills only its part of the model. Some losses need the initial weights; ZeRO keeps the base of
+    LoRA whole, and int8 rounds it, as merging changes that of an adapter. Evaluation by a loss that is no cross-entropy
+    gathers what tp, cp, pp and ep divide."""
+    if mesh is None or run.objective.whole_model == "loss":
+        return False
+    if run.train.mesh.divides_model and not isinstance(run.objective, TokenObjective):
         return False
     if run.lora is not None and (run.lora.base is not None or not run.train.mesh.divides_model):
         return False
@@ -235,6 +241,8 @@ def _hollow_model(run: Run, inputs: Inputs) -> Iterator[tuple[Transformer, Value
         if inputs.start is not None:
             opened = opened_model(inputs.start, dtype=inputs.dtype, device=inputs.device)
             model, values = stack.enter_context(opened)
+            if inputs.model.score_head and model.score is None:
+                with_score_head(model)  # its weights are zero, not hollow
         else:
             with hollow():
                 model = Transformer(inputs.model, device=inputs.device, dtype=inputs.dtype)

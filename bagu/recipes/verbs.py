@@ -34,7 +34,7 @@ class TrainOptions:
     recipe: Annotated[
         str | None,
         Option(
-            "small (default), gpt2_124m, llama_1b, mlm, contrastive, token_table, sft, lora, distill, "
+            "small (default), reader, gpt2_124m, llama_1b, mlm, contrastive, token_table, sft, lora, distill, "
             "on_policy_distill, reward, dpo, grpo or ppo; on pictures clip, groupvit or vlm."
         ),
     ] = None
@@ -127,6 +127,9 @@ class EvalOptions:
     compare: Annotated[bool, Option("Deprecated: bagu compare A B.", flags=("--compare",), hidden=True)] = False
     out: Annotated[Path | None, Option("The folder of results. Default: evals/NAME.")] = None
     limit: Annotated[int | None, Option("Evaluate only this many items per task.")] = None
+    index: Annotated[
+        Path | None, Option("The index that `lookup` searches, from `bagu index`.", flags=("--with",), metavar="INDEX")
+    ] = None
     few_shot: Annotated[int | None, Option("Number of examples before each question.")] = None
     normalization: Annotated[str | None, Option("Log-likelihoods: raw, characters, tokens or pmi.")] = None
     seed: Annotated[int, Option("Seed for the choice of examples.")] = 0

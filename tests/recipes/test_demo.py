@@ -8,16 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from bagu.cli import main
+from bagu.recipes.demo_pace import in_parts
 from bagu.recipes.demo_report import terminal_table
 from bagu.recipes.demo_sizes import CPU_SIZES, QUICK
 from bagu.recipes.models import load_model
+from bagu.recipes.training import Trained, train
 from bagu.runs.display import Table
 from bagu.runs.folder import RunFolder
 from bagu.runs.record import read_rows
@@ -136,6 +140,24 @@ def test_transformers_reads_the_result(finished: tuple[Path, str]) -> None:
     chat = [{"role": "user", "content": "Write the Python function add."}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert model(**ids).logits.shape[-1] == QUICK.vocab_size
+
+
+def test_a_stage_that_is_paused_and_made_longer_has_the_bits_of_the_longer_one(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    """So that the configuration in the folder of a stage describes the run, whatever the clock did to it."""
+    size = replace(QUICK, data=finished[0] / "data", library=False, sft_steps=6)
+    run = size.sft(finished[0] / "pretrain")
+
+    def go(steps: int, *, resume: bool, pause_after: int | None) -> Trained:
+        longer = replace(run, train=replace(run.train, steps=steps))
+        return train(longer, tmp_path / "paused", resume=resume, pause_after=pause_after)
+
+    steps, paused = in_parts(6, (1 / 3,), go, lambda done, begun: 8)
+    whole = train(replace(run, train=replace(run.train, steps=8)), tmp_path / "whole")
+    assert steps == paused.fit.step == len(paused.folder.metrics()) == 8
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, paused.model.state_dict()[name]), name
 
 
 def test_the_sizes_are_a_few_million_parameters_at_most_and_descend() -> None:

@@ -158,7 +158,12 @@ def test_a_reward_model_is_the_reward_and_the_start_of_the_critic(folder: Path) 
         (["objective.max_tokens=40"], [], "mine.py", "no room for a prompt"),
         (["data.micro_batches=2"], [], "mine.py", "has no effect on rollouts"),
         (["data.packing=whole"], [], "mine.py", "data.packing is set, and has no effect on rollouts"),
-        (["data.mix.temperature=2"], [], "mine.py", "data.mix is set, and has no effect on rollouts"),
+        (
+            ['data.mix.schedule=[{"step": 0, "weights": {"a": 1}}]'],
+            [],
+            "mine.py",
+            "data.mix.schedule is set, and has no effect on rollouts",
+        ),
         ([], ["--prompt", "a"], "mine.py", "its own prompts"),
         (["objective.max_tokens=39"], [], "mine.py", "no prompt fits in 1 tokens"),
     ],

@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from bagu.data.mix import Mixture
 from bagu.data.prompts import Prompt
 from bagu.data.sequences import Tokens, micro_batches
 from bagu.errors import ArgumentError, BaguError
@@ -77,20 +78,37 @@ class PromptLoader:
     held_out_prompts: Sequence[Prompt]
     config: RolloutConfig
     shape: PackShape
+    mixture: Mixture | None = None  # the source of each prompt in turn; None: one order of all prompts
 
     @property
     def prompts(self) -> list[Prompt]:
         return [prompt for prompts in self.sources.values() for prompt in prompts]
 
+    def drawn(self, start: int, stop: int) -> list[Prompt]:
+        """The prompts `start` to `stop` of a run. Each pass over the prompts, or over those of a source, has its own
+        order."""
+        if self.mixture is None:
+            return _passes(self.prompts, range(start, stop), self.config.seed)
+        found = []
+        for i in range(start, stop):
+            before, after = self.mixture.counts(i), self.mixture.counts(i + 1)
+            own = next(s for s, (was, now) in enumerate(zip(before, after, strict=True)) if now > was)
+            name = self.mixture.names[own]
+            found += _passes(self.sources[name], range(before[own], after[own]), self.config.seed, own)
+        return found
+
     def report(self, steps: int) -> dict[str, Any]:
         """The passes over the prompts if no further prompts are drawn, and the tokens of a step at most: every answer
         as long as it may be."""
         c = self.config
-        rollouts = math.ceil(steps / (c.epochs * c.minibatches))
-        epochs = rollouts * c.prompts / len(self.prompts)
+        drawn = math.ceil(steps / (c.epochs * c.minibatches)) * c.prompts
         prompt = sum(len(p.ids) for p in self.prompts) / len(self.prompts)
+        counts = dict.fromkeys(self.sources, drawn / len(self.prompts))
+        if self.mixture is not None:
+            of = dict(zip(self.mixture.names, self.mixture.counts(drawn), strict=True))
+            counts = {name: of[name] / len(prompts) for name, prompts in self.sources.items()}
         return {
-            "sources": {name: {"prompts": len(p), "epochs": epochs} for name, p in self.sources.items()},
+            "sources": {name: {"prompts": len(p), "epochs": counts[name]} for name, p in self.sources.items()},
             "tokens_per_step": round(c.prompts * c.samples * (prompt + c.max_tokens) / c.minibatches),
         }
 
@@ -105,6 +123,13 @@ class PromptLoader:
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Nothing to do."""
+
+
+def _passes(prompts: Sequence[Prompt], places: range, seed: int, *source: int) -> list[Prompt]:
+    """The prompts at these places of endless passes over them."""
+    n = len(prompts)
+    orders = {e: np.random.default_rng([seed, *source, e]).permutation(n) for e in {i // n for i in places}}
+    return [prompts[orders[i // n][i % n]] for i in places]
 
 
 class RolloutLoader:
@@ -194,11 +219,8 @@ class RolloutLoader:
         return Rollout(number=number, answers=tuple(ready), metrics=metrics)
 
     def _draw(self, count: int) -> list[Prompt]:
-        """The next prompts: each pass over them has its own order."""
-        n, places = len(self.prompts), range(self._drawn, self._drawn + count)
-        orders = {e: np.random.default_rng([self.config.seed, e]).permutation(n) for e in {i // n for i in places}}
         self._drawn += count
-        return [self.prompts[orders[i // n][i % n]] for i in places]
+        return self.source.drawn(self._drawn - count, self._drawn)
 
     def _sampled(self, prompts: Sequence[Prompt], number: int, first: int, tally: Tally) -> list[list[Answer]]:
         """The answers to each prompt, with their rewards. `first` is the number of the first prompt in the rollout."""

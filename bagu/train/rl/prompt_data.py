@@ -8,6 +8,7 @@ from typing import Any
 from bagu.config import ConfigError
 from bagu.data import BpeTokenizer, ChatEncoder, DataConfig, MixConfig
 from bagu.data.corpus import PARTS, Selection, SourceConfig
+from bagu.data.mix import Mixture
 from bagu.data.prompts import Prompt, PromptCorpus, fitting
 from bagu.data.split import place
 from bagu.nn.config import ModelConfig
@@ -53,6 +54,7 @@ def prompt_data(
         sources={name: prompts for name, (prompts, _) in train.items()},
         held_out_prompts=_in_fair_order({name: prompts for name, (prompts, _) in held.items()}, data.seed),
         config=config,
+        mixture=_mixture(data.mix, {name: len(prompts) for name, (prompts, _) in train.items()}),
         shape=PackShape(
             tokens=data.rows * data.context, segments=config.prompts * config.samples, context=data.context
         ),
@@ -70,6 +72,11 @@ def prompt_data(
     return TrainingData(loader=loader, held_out=loader.held_out, sources=sizes, facts=facts)
 
 
+def _mixture(config: MixConfig, prompts: Mapping[str, int]) -> Mixture | None:
+    """A draw is a row of the mixture. Without weights or temperature all prompts are one list."""
+    return None if config == MixConfig() or len(prompts) == 1 else Mixture(config, prompts, rows_per_step=1)
+
+
 def _in_fair_order(sources: Mapping[str, Sequence[Prompt]], seed: int) -> list[Prompt]:
     """The prompts of all sources by a hash, so that the first ones, which an evaluation uses, are a fair sample."""
     listed = [(name, prompt) for name, prompts in sources.items() for prompt in prompts]
@@ -85,7 +92,7 @@ def _check(data: DataConfig, config: RolloutConfig) -> None:
         )
     for name, given in (
         ("micro_batches", data.micro_batches > 1),
-        ("mix", data.mix != MixConfig()),
+        ("mix.schedule", bool(data.mix.schedule)),
         ("packing", data.packing != "stream"),
         ("max_segments_per_row", data.max_segments_per_row is not None),
     ):
