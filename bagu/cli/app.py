@@ -1,4 +1,5 @@
-"""The command line: one verb per job. Each verb imports the part it needs when it runs, so `--help` stays fast."""
+"""The command line: one verb per job. A verb's module is imported when it is called, and imports the part it needs when
+it runs: `--help` and lists answer at once."""
 
 from __future__ import annotations
 
@@ -7,29 +8,49 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from typer import Option
 
 from bagu import __version__
-from bagu.cli import models, serve
-from bagu.cli.bench import bench
-from bagu.cli.book import book
-from bagu.cli.data import data
-from bagu.cli.drill import drill
 from bagu.cli.help import SECTIONS, Verbs
-from bagu.cli.index import index, search
-from bagu.cli.lab import lab
-from bagu.cli.ops import ops
-from bagu.cli.options import AsJson
-from bagu.cli.plan import plans
-from bagu.cli.process import process
-from bagu.cli.profile import profile
-from bagu.cli.tune import tune
+from bagu.cli.lazy import LazyGroup, Place
 from bagu.errors import BaguError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk full, quota reached, file size limit reached
+
+MAKE, USE, LEARN, MEASURE, MACHINE = SECTIONS[:5]
+
+
+class Program(LazyGroup):
+    places: ClassVar = {
+        "demo": Place(MAKE, "models", "demo"),
+        "train": Place(MAKE, "models", "train"),
+        "eval": Place(MAKE, "models", "evaluate"),
+        "compare": Place(MAKE, "models", "compare"),
+        "report": Place(MAKE, "models", "report"),
+        "watch": Place(MAKE, "models", "watch"),
+        "export": Place(MAKE, "models", "export"),
+        "tokenizer": Place(MAKE, "models", "tokenizers"),
+        "data": Place(MAKE, "data", "data"),
+        "serve": Place(USE, "serve", "serve"),
+        "chat": Place(USE, "serve", "chat"),
+        "index": Place(USE, "index", "index"),
+        "search": Place(USE, "index", "search"),
+        "process": Place(USE, "process", "process"),
+        "book": Place(LEARN, "book", "book"),
+        "lab": Place(LEARN, "lab", "lab"),
+        "drill": Place(LEARN, "drill", "drill"),
+        "ops": Place(LEARN, "ops", "ops"),
+        "plan": Place(LEARN, "plan", "plans"),
+        "bench": Place(MEASURE, "bench", "bench"),
+        "profile": Place(MEASURE, "profile", "profile"),
+        "tune": Place(MEASURE, "tune", "tune"),
+        "doctor": Place(MACHINE, "machine", "doctor"),
+        "version": Place(MACHINE, "machine", "version"),
+    }
+
 
 app = Verbs(
     """bagu (八股): train, serve and benchmark language models on one machine.
@@ -38,9 +59,9 @@ app = Verbs(
       bagu demo               # from text to a served model, in minutes
       bagu serve --help       # the options of a command, and examples
     """,
+    cls=Program,
     completion=True,
 )
-MAKE, USE, LEARN, MEASURE, MACHINE = SECTIONS[:5]
 
 
 @app.callback(invoke_without_command=True)
@@ -53,67 +74,6 @@ def root(
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-def doctor(
-    as_json: AsJson = False,
-    measure: Annotated[bool, Option(help="Measure memory bandwidth and matmul rate (about 2 s).")] = True,
-    ray: Annotated[bool, Option("--ray", help="Start Ray here instead, and measure it.")] = False,
-) -> None:
-    """Describe this machine and list its problems, each with a fix.
-
-    Examples:
-      bagu doctor
-      bagu doctor --no-measure --json
-    """
-    if ray:
-        from bagu.parallel.server.on_ray import examine
-
-        for line in examine():
-            typer.echo(line)
-        return
-    from bagu.machine import doctor as part
-
-    raise typer.Exit(part.main(as_json=as_json, measure=measure))
-
-
-def version() -> None:
-    """Print the versions of bagu, Python, torch and Triton.
-
-    Examples:
-      bagu version
-    """
-    import platform
-    from importlib import metadata
-
-    typer.echo(f"bagu {__version__}\nPython {platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name in ("torch", "triton"):
-        try:
-            typer.echo(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            typer.echo(f"{name} is not installed")
-
-
-for verb in (models.demo, models.train):
-    app.command(section=MAKE)(verb)
-app.command("eval", section=MAKE)(models.evaluate)
-for verb in (models.compare, models.report, models.watch, models.export):
-    app.command(section=MAKE)(verb)
-app.add_typer(models.tokenizers, name="tokenizer", rich_help_panel=MAKE)
-app.add_typer(data, name="data", rich_help_panel=MAKE)
-for verb in (serve.serve, serve.chat, index, search):
-    app.command(section=USE)(verb)
-app.add_typer(process, name="process", rich_help_panel=USE)
-app.add_typer(lab, name="lab", rich_help_panel=LEARN)
-app.add_typer(drill, name="drill", rich_help_panel=LEARN)
-app.command(section=LEARN)(book)
-app.add_typer(ops, name="ops", rich_help_panel=LEARN)
-app.add_typer(plans, name="plan", rich_help_panel=LEARN)
-app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
-app.add_typer(profile, name="profile", rich_help_panel=MEASURE)
-app.add_typer(tune, name="tune", rich_help_panel=MEASURE)
-for verb in (doctor, version):
-    app.command(section=MACHINE)(verb)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

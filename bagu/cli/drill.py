@@ -130,20 +130,24 @@ def try_file(
 
 @drill.command()
 def bug(
-    name: Name, level: Level = None,
+    name: Name,
+    level: Annotated[str | None, Option(help="The level. Default: triton where the drill has it.")] = None,
     seed: Annotated[int, Option(help="Which bug.", min=0)] = 0,
     out: Annotated[Path, Option(help="The folder of answers.")] = Path("drills"),
 ) -> None:  # fmt: skip
-    """Write bagu's own answer with one planted bug: find it and mend it, in at most three lines.
+    """Write bagu's own kernel or answer with one planted bug: find it and mend it, in at most three lines.
+
+    The file is graded before it is given, since a bug that no trial sees is none: some seconds for a kernel.
 
     Examples:
-      bagu drill bug softmax --level triton --seed 7
+      bagu drill bug softmax --seed 7
     """
     from bagu.lab.drill import bugs, catalogue
 
     found = catalogue.drill(name)
-    file = bugs.write_bug(found, catalogue.level_of(found, level), seed, out)
-    typer.echo(f"{file}\nbagu drill check {file}")
+    chosen = catalogue.level_of(found, level or bugs.default_level(found))
+    file = bugs.write_bug(found, chosen, seed, out)
+    typer.echo(f"{bugs.described(found, chosen)}\n{file}\nbagu drill check {file}")
 
 
 @drill.command()

@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ class Verb(TyperCommand):
 class Group(TyperGroup):
     """A command with subcommands, by their sections."""
 
+    def listed(self) -> Mapping[str, Any]:
+        """What the help says of each subcommand: `help`, `hidden` and `rich_help_panel`."""
+        return self.commands
+
     def get_help(self, ctx: Any) -> str:
         return help_text(self, ctx)
 
@@ -83,9 +87,9 @@ class Group(TyperGroup):
 class Verbs(typer.Typer):
     """Commands with the help of this file. Without a command they print it."""
 
-    def __init__(self, help: str, *, completion: bool = False) -> None:
+    def __init__(self, help: str, *, cls: type[Group] = Group, completion: bool = False) -> None:
         super().__init__(
-            cls=Group, help=help, add_completion=completion, pretty_exceptions_enable=False, no_args_is_help=True,
+            cls=cls, help=help, add_completion=completion, pretty_exceptions_enable=False, no_args_is_help=True,
             rich_markup_mode=None, context_settings=SETTINGS,
         )  # fmt: skip
 
@@ -167,7 +171,7 @@ def _commands(group: Any, width: int) -> list[str]:
     """The subcommands by section."""
     sections: dict[str, list[str]] = {}
     column = 4 + max(map(len, group.commands))
-    for name, command in group.commands.items():
+    for name, command in group.listed().items():
         if not command.hidden:
             first = (command.help or "").split("\n\n")[0].split("Examples:\n")[0]
             title = getattr(command, "rich_help_panel", None)

@@ -21,7 +21,7 @@ from bagu.serve.replicas.options import ReplicaOptions
         "KV cache": "kv_dtype kv_memory num_blocks block_size gpu_memory_utilization prefix_cache",
         "Long texts": "attention window attention_sinks",
         "Engine": "max_num_batched_tokens threads invariant seed speculative speculative_tokens",
-        "Replicas": "replicas router min_replicas max_replicas",
+        "Replicas": "replicas router min_replicas max_replicas ray",
         "Adapters": "adapters max_adapters max_adapter_rank adapter_root",
         "Requests": "generation_config tool_parser reasoning_parser embeddings served_model_name",
         "HTTP": "api_keys open_metrics allowed_origins max_queue shutdown_timeout",
