@@ -9,6 +9,7 @@ import pytest
 from bagu.lab.core import Row
 from bagu.lab.model import embedding_terms
 from bagu.lab.parallel import bounded_delay, ps_or_ring, ring_scaling, staleness
+from bagu.lab.serve import autoscaling
 from tests.lab.test_micro_labs import rows_of
 
 
@@ -100,6 +101,17 @@ def routed(many: float, one: float) -> list[Row]:
     return rows_of("load router seed ttft_p99_s", *cases)
 
 
+def scaled(queue: dict[str, float]) -> list[Row]:
+    """Replicas by the length of the queue for each load with the only threshold that keeps the target there; by the
+    predicted wait 4 under every load."""
+    found = []
+    for threshold, (load, replicas) in enumerate(queue.items()):
+        for i in range(len(queue)):  # other thresholds are cheaper and wait too long
+            found.append((load, "queue", float(i), 0, *((9.0, replicas) if i == threshold else (90.0, 1.0))))
+        found += [(load, "wait", 2.0, 0, 9.0, 4.0), (load, "wait", 8.0, 0, 90.0, 2.0)]
+    return rows_of("load signal threshold seed wait_p99_s replicas", *found)
+
+
 def slowed(delayed: float) -> list[Row]:
     cases = [(2.0, "delay", 0, 1.0), (2.0, "delay", 8, delayed), (2.0, "shares", 0, 1.7)]
     return rows_of("slowness way delay speed", *cases)
@@ -143,6 +155,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     ),
     "bounded_delay": (waits(5.0), waits(60.0)),
     "prefix_routing": (routed(1.0, 1.0), routed(5.0, 900.0)),
+    "autoscaling": (scaled({"long": 4.0}), scaled({"short": 5.0, "long": 5.0})),
     "failover": (killed(0), killed(1)),
     "server_or_all_reduce": (ways(3.5), ways(6.0)),
     "slow_worker": (slowed(1.6), slowed(1.0)),
@@ -171,6 +184,13 @@ def test_bytes_of_a_ring_and_of_servers() -> None:
     assert max(ps_or_ring.ring(8).values()) == pytest.approx(2 * 7 / 8 * ps_or_ring.SIZE)
     assert max(ps_or_ring.server(8, 1).values()) == 8 * ps_or_ring.SIZE
     assert max(ps_or_ring.server(8, 8).values()) == ps_or_ring.SIZE
+
+
+def test_a_length_for_each_load_is_not_one_for_all() -> None:
+    verdict = autoscaling.verdict(scaled({"short": 4.1, "long": 5.0}))
+    assert verdict.kind == "holds only where"
+    assert "by the length of the queue none is enough, by the predicted wait 4.00 (2)" in verdict.sentence_en
+    assert "短请求：按队列 4.10 (0)" in verdict.sentence_zh
 
 
 def test_a_delay_that_diverges_is_said() -> None:

@@ -88,8 +88,8 @@ def test_a_plot_is_inlined_with_unique_ids_and_page_colours(tmp_path: Path) -> N
     page = report.render(pages, machine="test")
     ids = re.findall(r'id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
-    assert 'href="#two-a"' in page
-    assert "url(#two-a)" in page
+    assert 'href="#two-0"' in page
+    assert "url(#two-0)" in page
     assert "<?xml" not in page
     assert "<!DOCTYPE svg" not in page
     assert INK not in page.split("</style>")[1]

@@ -88,8 +88,8 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = {
     ),
     "tiled_transpose": (transposed(600.0, 2000.0, 3500.0), transposed(600.0, 500.0, 500.0)),
     "l2_swizzle": (
-        rows_of("n group tflops", (8192, 1, 500.0), (8192, 8, 650.0)),
-        rows_of("n group tflops", (8192, 1, 600.0), (8192, 8, 601.0)),
+        rows_of("n round group tflops", (8192, 0, 1, 500.0), (8192, 0, 8, 650.0)),
+        rows_of("n round group tflops", (8192, 0, 1, 600.0), (8192, 0, 8, 601.0)),
     ),
     "tma": (products(600.0), products(500.0)),
     "warp_specialization": (products(600.0), products(500.0)),
@@ -117,6 +117,15 @@ def test_moved_clocks_leave_the_claim_open() -> None:
     clocks: list[Row] = [{"clock_mhz": mhz} for mhz in (1980.0, 1975.0)]
     assert cuda.steady(found, clocks) == found
     assert cuda.steady(found, [*clocks, {"clock_mhz": 1500.0}]).kind == "not decided"
+
+
+def test_rounds_that_do_not_agree_leave_the_claim_open() -> None:
+    assert tma.verdict([*products(600.0), *products(520.0)]).kind == "not decided"
+    rounds = rows_of("n round group tflops", (8, 0, 1, 500.0), (8, 0, 8, 650.0), (8, 1, 1, 500.0), (8, 1, 8, 501.0))
+    verdict = import_module("bagu.lab.gpu.l2_swizzle").verdict
+    assert verdict(rounds).kind == "not decided"
+    others = rows_of("n round group tflops", (4, 0, 1, 9.0), (4, 0, 8, 9.0), (16, 0, 1, 9.0), (16, 0, 8, 12.0))
+    assert verdict([*rounds, *others]).kind == "holds only where"
 
 
 def test_a_way_that_does_not_compile_leaves_the_claim_open() -> None:

@@ -29,7 +29,7 @@ __device__ __forceinline__ float polynomial(float x) {  // x <= 0: 2^x = 2^k · 
   extern "C" __global__ void name(float* y, int rounds) {                            \
     float a[4];                                                                      \
     for (int c = 0; c < 4; c++) a[c] = -1e-3f * threadIdx.x - c;                     \
-    for (int i = 0; i < rounds; i++)                                                 \
+    _Pragma("unroll 16") for (int i = 0; i < rounds; i++) /* the loop: 3 of 67 */    \
       _Pragma("unroll") for (int c = 0; c < 4; c++) a[c] = op;                       \
     y[blockIdx.x * blockDim.x + threadIdx.x] = a[0] + a[1] + a[2] + a[3]; }
 KERNEL(by_unit, -unit(a[c]))

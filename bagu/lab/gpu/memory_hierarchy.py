@@ -19,26 +19,29 @@ STEPS = 1 << 16
 SHARED_BYTES = 32 * KIB
 
 SOURCE = r"""
-#define CHASE(name, how)                                                                                      \
-  extern "C" __global__ void name(const unsigned* next, unsigned* at, long long* cycles, int ahead, int steps) { \
-    unsigned p = at[0];                                                                                       \
-    for (int i = 0; i < ahead; i++)                                                                           \
-      asm volatile("ld.global." how ".u32 %0, [%1];" : "=r"(p) : "l"(next + p));                              \
-    long long t = clock64();                                                                                  \
-    for (int i = 0; i < steps; i++)                                                                           \
-      asm volatile("ld.global." how ".u32 %0, [%1];" : "=r"(p) : "l"(next + p));                              \
+typedef unsigned long long u64;  // the next address: an index costs a multiply-add a step, some 5 cycles
+#define CHASE(name, how)                                                                    \
+  extern "C" __global__ void name(const u64* next, u64* at, long long* cycles, int ahead, int steps) { \
+    u64 p = at[0];                                                                          \
+    for (int i = 0; i < ahead; i++)                                                         \
+      asm volatile("ld.global." how ".u64 %0, [%0];" : "+l"(p));                            \
+    long long t = clock64();                                                                \
+    for (int i = 0; i < steps; i++)                                                         \
+      asm volatile("ld.global." how ".u64 %0, [%0];" : "+l"(p));                            \
     cycles[0] = clock64() - t; at[0] = p; }
 CHASE(chase_l1, "ca")
 CHASE(chase_l2, "cg")
-extern "C" __global__ void chase_shared(const unsigned* next, unsigned* at, long long* cycles, int ahead, int steps) {
+extern "C" __global__ void chase_shared(const u64* next, u64* at, long long* cycles, int ahead, int steps) {
   __shared__ unsigned s[8192];
-  for (int i = threadIdx.x; i < 8192; i += blockDim.x) s[i] = next[i];
+  unsigned base = (unsigned)__cvta_generic_to_shared(s);
+  for (int i = threadIdx.x; i < 8192; i += blockDim.x)
+    s[i] = base + (i % 32 ? 0 : (unsigned)(next[i / 2] - (u64)next));
   __syncthreads();
   if (threadIdx.x) return;
-  unsigned p = at[0];
-  for (int i = 0; i < ahead; i++) p = s[p];
+  unsigned p = base;
+  for (int i = 0; i < ahead; i++) asm volatile("ld.shared.u32 %0, [%0];" : "+r"(p));
   long long t = clock64();
-  for (int i = 0; i < steps; i++) p = s[p];
+  for (int i = 0; i < steps; i++) asm volatile("ld.shared.u32 %0, [%0];" : "+r"(p));
   cycles[0] = clock64() - t; at[0] = p;
 }
 """
@@ -48,17 +51,18 @@ def on_gpu(sizes: Sequence[int]) -> Iterator[Row]:
     kernels = Kernels(SOURCE, expects=("LDG", "LDS"))
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     flush = torch.zeros(4 * cache // 8, dtype=torch.int64, device="cuda")
-    at, cycles = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    at, cycles = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
     for size in sizes:
         lines = size // 128
-        cycle = random_cycle(lines, 32, "cuda")
+        cycle = torch.zeros(lines * 16, dtype=torch.int64, device="cuda")
+        cycle[::16] = cycle.data_ptr() + 4 * random_cycle(lines, 32, "cuda")[::32].long()
         ways = {"through L1": "chase_l1", "past L1": "chase_l2"} | (
             {"shared": "chase_shared"} if size == SHARED_BYTES else {}
         )
         for way, name in ways.items():
             ahead = lines if size < cache else 0  # what fits is walked once before; the rest must come from memory
             flush.zero_()
-            at.zero_()
+            at.fill_(cycle.data_ptr())
             kernels(name, 1, 32 if name == "chase_shared" else 1, cycle, at, cycles, ahead, STEPS)
             yield {"way": way, "size_bytes": size, "latency_cycles": int(cycles.item()) / STEPS}
 

@@ -34,7 +34,8 @@ LAB = Claim(
     regime="A square bf16 product of 8,192 (quick: 2,048) by one Triton kernel with descriptors, tiles of 128 × "
     "256 × 64, 3 stages.",
     varies="Software pipelining with 8 warps, or Triton's warp_specialize, which adds producer warps to 4.",
-    measures=f"TFLOP/s, and the error against torch. Faster: ×{FASTER} or more. Open where the compiler refuses.",
+    measures=f"TFLOP/s in rounds, and the error against torch. Faster: ×{FASTER} or more in each. Open where the "
+    "compiler refuses.",
     evidence="timing",
     needs_gpu=True,
 )
