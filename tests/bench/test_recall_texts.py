@@ -1,0 +1,41 @@
+"""The texts of benchmarks/tools/long_context.py."""
+
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.tools.recall_texts import Planted, Texts
+
+LENGTH = 700
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return Texts.make(tmp_path_factory.mktemp("texts"), 400, every=60)
+
+
+def test_tokens_are_those_of_the_whole_text(texts: Texts) -> None:
+    for seed in range(4):
+        ids = texts.text(np.random.default_rng(seed), LENGTH).tolist()
+        assert len(ids) == LENGTH and texts.tokenizer.encode(texts.tokenizer.decode(ids)) == ids
+
+
+def test_every_question_follows_the_line_that_answers_it(texts: Texts) -> None:
+    asked = 0
+    for seed in range(8):
+        text = texts.tokenizer.decode(texts.text(np.random.default_rng(seed), LENGTH).tolist())
+        for found in re.finditer(r"\nassert (\w+)_code == (\d{4})\n", text):
+            assert f"\n{found[1]}_code = {found[2]}\n" in text[: found.start() + 1]
+            asked += 1
+    assert asked > 10
+
+
+def test_a_step_is_a_function_of_seed_and_number(texts: Texts) -> None:
+    loader = Planted(texts=texts, length=LENGTH, rows=2, micro_batches=2, seed=3)
+    again = Planted(texts=texts, length=LENGTH, rows=2, micro_batches=2, seed=3)
+    with loader.prefetch(1) as batches:
+        first = next(batches)
+    for a, b in zip(first, again.step(1), strict=True):
+        assert a.ids.equal(b.ids) and a.targets[:-1].view(-1)[: LENGTH - 1].equal(a.ids[1:LENGTH])
+    assert not first[0].ids.equal(again.step(2)[0].ids)
