@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bagu.errors import BaguError
+from bagu.machine.terminal import counted
 from bagu.process.encode import Encoder
 from bagu.process.health import MOST_FITTED, time_order
 from bagu.process.models import trees
@@ -87,7 +88,7 @@ def prepare(table: Table, schema: Schema, target: str) -> tuple[Table, np.ndarra
     if kept.rows > MOST_FITTED:
         kept = kept.take(time_order(kept, schema)[np.linspace(0, kept.rows - 1, MOST_FITTED).astype(int)])
     if kept.rows < FEWEST:
-        raise BaguError(f"{target} has {kept.rows} rows with a value", hint=f"at least {FEWEST} are needed")
+        raise BaguError(f"{target} has {counted(kept.rows, 'row')} with a value", hint=f"at least {FEWEST} are needed")
     y = kept[target].values
     if y.std() == 0:
         raise BaguError(f"{target} is constant", hint="give a target that varies")
