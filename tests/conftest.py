@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.forked import starts
+from tests.forked import remember_environment, starts
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+remember_environment()
 
 
 @pytest.fixture

@@ -82,9 +82,9 @@ class Job:
 class Nursery:
     """Asks a nursery for processes."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection, self._lock = connection, threading.Lock()
-        self._environment, self._pid = _read_at_start(os.environ), os.getpid()
+        self._environment, self._pid = _read_at_start(environment), os.getpid()
 
     def fork_exec(self, argv: Sequence[Any], programs: Any, close_fds: bool, fds: Sequence[int], *more: Any) -> int:
         """As `_posixsubprocess.fork_exec`, which `subprocess` and multiprocessing's spawn call; the pid."""
@@ -119,6 +119,14 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 _here: Nursery | None = None
+_at_start: Mapping[str, str] = {}  # the environment before any test has changed it
+
+
+def remember_environment() -> None:
+    """Give the first nursery the environment of now. A test that needs one first may have changed a variable that is
+    read at start, and no later process would have the same."""
+    global _at_start
+    _at_start = dict(os.environ)
 
 
 @contextlib.contextmanager
@@ -127,12 +135,13 @@ def starts() -> Iterator[None]:
     global _here
     if _here is None:
         ours, theirs = socket.socketpair()
+        environment = _at_start or os.environ
         subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True, env=environment,
         )  # fmt: skip
         theirs.close()
-        _here = Nursery(ours)
+        _here = Nursery(ours, environment)
     before = subprocess._fork_exec, _posixsubprocess.fork_exec  # type: ignore[attr-defined]
     _install(_here.fork_exec)
     try:
@@ -241,7 +250,7 @@ def _entered(job: Job, fds: Sequence[int]) -> Job:
     os.environ.clear()
     os.environ.update(job.env)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    nursery = Nursery(ours)
+    nursery = Nursery(ours, os.environ)
     _install(nursery.fork_exec)
     return job
 
