@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from api_client import ALL, ASK, CHAT, JSON, LONG, TEXT, get, head, idle, post
-from tiny_server import KEY, MODEL, ORIGIN, Running, eventually
+from tiny_server import KEY, MODEL, ORIGIN, Running, eventually, running_server
 
 from bagu.errors import ArgumentError
 from bagu.serve.http.options import ServerOptions
@@ -149,10 +149,11 @@ def test_an_idle_engine_makes_no_step(tiny: Running) -> None:
     assert len(steps) == 1
 
 
-def test_the_servers_process_does_not_load_torch(tiny: Running) -> None:
+def test_the_servers_process_does_not_load_torch(tmp_path: Path) -> None:
     """Importing torch takes 2 s of CPU time and 200 MB. Only the engine's process needs it."""
     if sys.platform != "linux":
         pytest.skip("/proc shows the files that a process has loaded")
-    assert post(tiny, CHAT, {"messages": ASK, "max_tokens": 2}).status_code == 200  # its tokenizer is loaded
-    server, engine = (Path(f"/proc/{pid}/maps").read_text() for pid in (tiny.process.pid, tiny.engine_pid()))
-    assert "libtorch" in engine and "libtorch" not in server
+    with running_server(tmp_path / "stderr", "--api-key", KEY, fork=False) as server:
+        assert post(server, CHAT, {"messages": ASK, "max_tokens": 2}).status_code == 200  # its tokenizer is loaded
+        http, engine = (Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine_pid()))
+    assert "libtorch" in engine and "libtorch" not in http
