@@ -12,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from bagu.data import BpeTokenizer
 from bagu.serve.request import Sampling, TokenEvent
-from bagu.serve.stream import ByteDetokenizer, SpanDetokenizer, StopStrings, TextStream, detokenizer
+from bagu.serve.stream import REPLACEMENT, ByteDetokenizer, SpanDetokenizer, StopStrings, TextStream, detokenizer
 
 Kind = type[ByteDetokenizer] | type[SpanDetokenizer]
 
@@ -46,6 +46,8 @@ def test_deltas_of_any_bytes_join_to_the_full_decode(kind: Kind, tokens: list[in
 @pytest.mark.parametrize("kind", [ByteDetokenizer, SpanDetokenizer])
 @given(text=st.text(max_size=20))
 def test_no_delta_of_valid_text_has_an_incomplete_character(kind: Kind, text: str) -> None:
+    if kind is SpanDetokenizer:  # to `decode` alone, U+FFFD in a text is an incomplete character: it comes with the next
+        text = text.replace(REPLACEMENT, "")
     grows = kind(Bytes())
     deltas = [grows.push(t) for t in Bytes().encode(text)]
     assert "".join(deltas) == text and grows.flush() == ""
