@@ -46,7 +46,7 @@ def test_deltas_of_any_bytes_join_to_the_full_decode(kind: Kind, tokens: list[in
 @pytest.mark.parametrize("kind", [ByteDetokenizer, SpanDetokenizer])
 @given(text=st.text(max_size=20))
 def test_no_delta_of_valid_text_has_an_incomplete_character(kind: Kind, text: str) -> None:
-    if kind is SpanDetokenizer:  # to `decode` alone, U+FFFD in a text is an incomplete character: it comes with the next
+    if kind is SpanDetokenizer:  # with `decode` alone, U+FFFD of a text looks like an incomplete character: it is held
         text = text.replace(REPLACEMENT, "")
     grows = kind(Bytes())
     deltas = [grows.push(t) for t in Bytes().encode(text)]

@@ -207,6 +207,8 @@ class Answer:
         at = f"{self.file} line {line}" if line else self.file
         if code == FAILED_START and line is None:
             why = f"its process could not start: {(said.strip().splitlines() or ['no message'])[-1]}"
+        elif "Thread creation failed" in said:  # OpenMP ends the process when the sandbox refuses a thread
+            why = "it asked for a larger number of threads than the sandbox allows"
         elif code >= 0:
             why = f"its process exited with {code} instead of returning a result"
         else:
