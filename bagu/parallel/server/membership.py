@@ -12,6 +12,7 @@ from typing import Any
 from bagu.parallel.server.keys import holders
 
 SILENT_S = 1.0  # without a heartbeat: the server is taken for dead
+LAST_SILENT_S = 30.0  # the same for one that alone has a range: no other could serve it, and it would come back empty
 BEAT_S = 0.2
 
 
@@ -60,6 +61,7 @@ class Manager:
         self.servers, self.members = servers, dict[int, Member]()
         self.map, self._started = Map(), now
         self.deaths, self._new_delay = 0, False
+        self._published = now  # the last call of publish()
 
     def join(
         self, slot: int, birth: int, address: tuple[str, int], epoch: int, versions: Mapping[int, int], now: float
@@ -90,10 +92,8 @@ class Manager:
         self.map, self._new_delay = replace(self.map, delay=delay), True
 
     def publish(self, now: float) -> Map | None:
-        """The map, if it changed since the last call."""
-        for slot, member in list(self.members.items()):
-            if now - member.seen > SILENT_S:
-                self.leave(slot, member.birth)
+        """The map, if it changed since the last call. To be called more often than `BEAT_S`."""
+        self._drop_silent(now)
         if (
             not self.map.holders
             and len(self.members) < self.servers
@@ -118,6 +118,20 @@ class Manager:
             delay=self.map.delay,
         )  # fmt: skip
         return self.map
+
+    def _drop_silent(self, now: float) -> None:
+        late, self._published = now - self._published, now
+        if late > BEAT_S:  # this process did not run: heartbeats that came meanwhile are not read yet
+            for member in self.members.values():
+                member.seen = min(now, member.seen + late)
+        heard = {slot for slot, member in self.members.items() if now - member.seen <= SILENT_S}
+        for slot, member in list(self.members.items()):
+            last = any(
+                self._has(slot, number) and not any(self._has(other, number) for other in heard - {slot})
+                for number in member.versions
+            )
+            if now - member.seen > (LAST_SILENT_S if last else SILENT_S):
+                self.leave(slot, member.birth)
 
     def _has(self, slot: int, number: int) -> bool:
         return self.members[slot].versions.get(number, -1) >= 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bagu.parallel.server.keys import holders, ranges_of
-from bagu.parallel.server.membership import Manager
+from bagu.parallel.server.membership import Manager, Map
 from bagu.parallel.server.wire import Message
 from tests.parallel.server.network import SEGMENTS, SIZE, Cluster, expected
 
@@ -221,16 +221,51 @@ def test_a_new_manager_goes_on_above_the_highest_epoch() -> None:
     finish(cluster, 3)
 
 
-def test_a_silent_server_is_taken_for_dead_and_an_older_process_is_turned_away() -> None:
+def managed(versions: int) -> Manager:
+    """A manager of 3 servers at time 0.1, of which each has so many ranges."""
     manager = Manager(3)
     for slot in range(3):
-        assert manager.join(slot, 5, ("", slot), 0, {slot: 0}, 0.0)
+        assert manager.join(slot, 5, ("", slot), 0, {(slot + k) % 3: 0 for k in range(versions)}, 0.0)
     assert manager.publish(0.1) is not None and manager.publish(0.2) is None
-    manager.beat(0, 5, {0: 1}, 1.0), manager.beat(1, 5, {1: 1}, 1.0)
-    later = manager.publish(1.5)
-    assert later is not None and later.births == {0: 5, 1: 5}
+    return manager
+
+
+def passes(manager: Manager, start: float, stop: float, beats: tuple[int, ...]) -> Map | None:
+    """The last map of a time in which some servers send heartbeats, and the manager runs."""
+    found = None
+    for tenth in range(round(start * 10), round(stop * 10) + 1):
+        for slot in beats:
+            manager.beat(slot, 5, manager.members[slot].versions, tenth / 10)
+        found = manager.publish(tenth / 10) or found
+    return found
+
+
+def test_a_silent_server_is_taken_for_dead_and_an_older_process_is_turned_away() -> None:
+    manager = managed(versions=3)
+    assert passes(manager, 0.3, 1.0, beats=(0, 1)) is None
+    later = passes(manager, 1.1, 1.5, beats=(0, 1))
+    assert later is not None and later.births == {0: 5, 1: 5} and later.empty == ()
     assert not manager.join(1, 4, ("", 1), 0, {}, 1.5)
     assert len(ranges_of(SEGMENTS, 3)) == 3
+
+
+def test_a_silent_server_that_alone_has_a_range_is_waited_for() -> None:
+    """Nobody could serve in its place, and taken for dead it would come back empty."""
+    manager = managed(versions=1)
+    assert passes(manager, 0.3, 29.0, beats=(0, 1)) is None
+    later = passes(manager, 29.1, 31.0, beats=(0, 1))
+    assert later is not None and later.births == {0: 5, 1: 5} and later.empty == (2,)
+
+
+def test_a_manager_that_slept_takes_no_server_for_dead() -> None:
+    """On a busy machine, or stopped: what servers sent meanwhile waits in its sockets, and is read one by one."""
+    manager = managed(versions=3)
+    assert manager.publish(3.0) is None
+    for slot in range(3):
+        manager.beat(slot, 5, manager.members[slot].versions, 3.0)
+        assert manager.publish(3.0) is None
+    later = passes(manager, 3.1, 4.2, beats=(1, 2))
+    assert later is not None and later.births == {1: 5, 2: 5}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
