@@ -76,7 +76,7 @@ class Server:
             (("server", slot), Message(kind="ask", epoch=self.map.epoch, range=number))
             for number, served in self._serves.items()
             for slot in self.map.holders[number][1:]
-            if served.acked.get(slot, -2) < self.stores[number].version or slot not in served.acked
+            if served.acked.get(slot) != self.stores[number].version  # also one that is ahead: its state may be lost
         ]
 
     def handle(self, sender: Address, m: Message) -> list[Out]:

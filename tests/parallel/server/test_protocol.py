@@ -1,6 +1,7 @@
 """The protocol without processes: faults of the network, deaths, sleep, and every order of a small run."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
@@ -9,6 +10,7 @@ import pytest
 
 from bagu.parallel.server.keys import holders, ranges_of
 from bagu.parallel.server.membership import Manager, Map
+from bagu.parallel.server.node import Address
 from bagu.parallel.server.wire import Message
 from tests.parallel.server.network import SEGMENTS, SIZE, Cluster, expected
 
@@ -219,6 +221,31 @@ def test_a_new_manager_goes_on_above_the_highest_epoch() -> None:
     cluster.publish()
     assert cluster.manager.map.epoch == epoch + 1 and cluster.manager.map.empty == ()
     finish(cluster, 3)
+
+
+@pytest.mark.parametrize("lost", ["want", "state"])
+def test_a_state_that_is_lost_on_its_way_to_the_new_first_holder_is_asked_for_again(lost: str) -> None:
+    """Server 0 dies when server 1 has its update and server 2, which serves the range after it, has not."""
+    cluster = Cluster(servers=3, workers=1, updates=3)
+    finish_at(cluster, 1)
+    assert drop(cluster, lambda to, m: m.kind == "copy" and m.range == 0 and to == ("server", 2)) == 1
+    assert [cluster.servers[slot].versions[0] for slot in range(3)] == [1, 1, 0]
+    cluster.kill(0)
+    assert drop(cluster, lambda to, m: m.kind == lost and m.range == 0) == 1
+    finish(cluster, 3)
+
+
+def drop(cluster: Cluster, lost: Callable[[Address, Message], bool]) -> int:
+    """Deliver until nothing is on its way, but what is `lost`; how many messages that was."""
+    count = 0
+    while cluster.flight:
+        _, to, m = cluster.flight[0]
+        if lost(to, m):
+            count += 1
+            cluster.flight.pop(0)
+        else:
+            cluster.deliver(0)
+    return count
 
 
 def managed(versions: int) -> Manager:
