@@ -71,13 +71,15 @@ class Server:
         return [*self.tick(), *(out for sender, m in early.values() for out in self.handle(sender, m))]
 
     def tick(self) -> list[Out]:
-        """Ask the holders whose acknowledgement is missing. Called after a new map and from time to time."""
-        return [
+        """Ask the holders whose acknowledgement is missing, and answer pulls that came while the manager was silent.
+        Called after a new map and from time to time."""
+        asks = [
             (("server", slot), Message(kind="ask", epoch=self.map.epoch, range=number))
             for number, served in self._serves.items()
             for slot in self.map.holders[number][1:]
             if served.acked.get(slot) != self.stores[number].version  # also one that is ahead: its state may be lost
         ]
+        return [*asks, *(out for number in self._serves for out in self._release(number))]
 
     def handle(self, sender: Address, m: Message) -> list[Out]:
         """The messages that follow from one."""

@@ -181,6 +181,17 @@ def test_a_woken_server_with_an_old_map_answers_no_commit_and_no_pull() -> None:
     assert old.handle(("worker", 0), _as_of(session, old, "pull")) == []
 
 
+def test_a_pull_that_came_while_the_manager_was_silent_is_answered_after_it() -> None:
+    cluster = Cluster(servers=3, workers=1, updates=1)
+    finish(cluster, 1)
+    server = cluster.servers[0]
+    server.awake = False
+    assert server.handle(("worker", 0), _as_of(cluster.workers[0].session, server, "pull")) == []
+    assert server.tick() == []
+    server.awake = True
+    assert [m.kind for _, m in server.tick()] == ["values"]
+
+
 def finish_at(cluster: Cluster, decided: int) -> None:
     while cluster.workers[0].decided < decided:
         cluster.timers() if not cluster.flight else cluster.deliver(0)
