@@ -86,7 +86,9 @@ class Servers:
             self._status = dict(m.more)
 
     def whole(self) -> bool:
-        """Whether every range has all of its holders, with values, by the processes that live."""
+        """Whether all processes live, and by the heartbeats of these servers every range has all of its holders."""
+        if any(process.poll() is not None for process in list(self.processes.values())):
+            return False
         facts = dict(self._status.get("servers", []))
         pids = {n: p.pid for (role, n), p in self.processes.items() if role == "server"}
         held = min(COPIES + 1, self.place.servers)  # a server that is back reports the ranges that have come so far
@@ -94,6 +96,11 @@ class Servers:
         return len(facts) == self.place.servers and all(
             facts[n].get("pid") == pids[n] and len(versions[n]) == held for n in facts
         )
+
+    def state(self) -> str:
+        """For an error: what the manager said last, and the processes."""
+        processes = {f"{role} {n}": (p.pid, p.poll()) for (role, n), p in self.processes.items()}
+        return f"map: {self._status}; processes (pid, exit status): {processes}"
 
     def close(self) -> None:
         self._ended = True
@@ -112,8 +119,12 @@ def strike(servers: Servers, how: str, rng: random.Random) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         threading.Timer(5.0, os.kill, (process.pid, signal.SIGCONT)).start()
     else:
-        for number in (slot, (slot + 1) % servers.place.servers)[: 2 if how == "pair" else 1]:
-            servers.processes["server", number].kill()
+        slots = (slot, (slot + 1) % servers.place.servers)[: 2 if how == "pair" else 1]
+        killed = [servers.processes["server", number] for number in slots]
+        for process in killed:
+            process.kill()
+        for process in killed:  # one that has not ended yet is still in the status, with its copies: `whole` would hold
+            process.wait()
 
 
 def record(
@@ -129,10 +140,11 @@ def record(
     group, found, rng = Servers(servers), Record(), random.Random(seed)
     done, stop_at, pause = [0] * workers, [1 << 60], [0.0]
     times: deque[float] = deque(maxlen=50)  # of the last updates
-    lock, failures = threading.Lock(), list[BaseException]()
+    lock, failures, clients = threading.Lock(), list[BaseException](), dict[int, Client]()
 
     def work(worker: int) -> None:
         client = Client(worker, [(0, SIZE)], servers, np.dtype(float), group.place.manager, group.place.token)
+        clients[worker] = client
         try:
             client.wait_for_map()
             if worker == 0:
@@ -159,13 +171,28 @@ def record(
         finally:
             client.close()
 
+    def wait(ready: Callable[[], bool], limit: float = 60.0) -> None:
+        """Until `ready`; raises what a worker raised."""
+        begun = time.monotonic()
+        while not ready():
+            if failures:
+                raise failures[0]
+            if time.monotonic() - begun > limit:
+                sessions = {w: client.session.state() for w, client in clients.items()}
+                raise TimeoutError(
+                    f"nothing happened for {limit:.0f} s after kill {found.kills}: updates {done}, workers {sessions}; "
+                    f"{group.state()}"
+                )
+            time.sleep(0.002)
+
     threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in range(workers)]
     for thread in threads:
         thread.start()
     try:
-        while found.kills < kills and not failures:
-            _wait(lambda: group.whole() and min(done) > 0)
+        while found.kills < kills:
+            wait(lambda: group.whole() and min(done) > 0)
             time.sleep(rng.expovariate(10))
+            wait(group.whole)  # also now: on a busy machine a server may have been silent, and have come back empty
             reached, struck = max(done) + 1, time.monotonic()  # one that began before the kill may still complete
             if how == "slow":  # worker 0 for a second
                 pause[0] = found.pause_s = SLOW * statistics.median(times)
@@ -173,7 +200,7 @@ def record(
             else:
                 strike(group, how, rng)
             found.kills += 1
-            _wait(lambda limit=reached: min(done) > limit)  # type: ignore[misc]
+            wait(lambda reached=reached: min(done) > reached)  # type: ignore[misc]
             found.recovery_s.append(time.monotonic() - struck)
             if how in ("stop", "slow"):
                 time.sleep(5.5 if how == "stop" else 1.5)
@@ -189,11 +216,3 @@ def record(
         return found
     finally:
         group.close()
-
-
-def _wait(ready: Callable[[], bool], limit: float = 60.0) -> None:
-    begun = time.monotonic()
-    while not ready():
-        if time.monotonic() - begun > limit:
-            raise TimeoutError(f"nothing happened for {limit:.0f} s")
-        time.sleep(0.002)

@@ -171,6 +171,10 @@ class Session:
             r.put(flat, self.values[r.number])
         return min(self.versions[r.number] for r in self.ranges)
 
+    def state(self) -> dict[str, Any]:
+        """For an error: by which map, with what values, waiting for which answers."""
+        return {"epoch": self.map.epoch, "empty": self.map.empty, "versions": self.versions, "open": sorted(self.open)}
+
     def check(self) -> None:
         """Raise if the servers refused a message, or a range that was loaded is empty."""
         if self.refused is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -16,10 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bagu.bench.server_kills import record
+from bagu.bench.server_kills import Servers, record, strike
 from bagu.cli import main
 from bagu.errors import BaguError
-from bagu.parallel.server.place import found_place
+from bagu.parallel.server.client import Client
+from bagu.parallel.server.place import found_place, new_group
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
 from bagu.recipes.held_run import held_run
@@ -40,6 +43,30 @@ def test_kills_lose_and_double_nothing(how: str, times: int) -> None:
     assert found.wrong == 0 and found.kills == times and found.updates > 0
     if how == "slow":
         assert found.longest_s < found.pause_s + 2.0
+
+
+def test_servers_that_were_just_killed_do_not_count_as_whole() -> None:
+    """Although the manager's last status still has them: a second strike would take the last holder of a range."""
+    servers = Servers.__new__(Servers)
+    servers.place = new_group(4)
+    servers.processes = {("server", n): subprocess.Popen(["sleep", "60"]) for n in range(4)}
+    held = {str(n): 0 for n in range(3)}
+    servers._status = {"servers": [[n, {"pid": p.pid, "versions": held}] for (_, n), p in servers.processes.items()]}
+    try:
+        assert servers.whole()
+        strike(servers, "pair", random.Random(0))
+        assert not servers.whole()
+    finally:
+        servers.close()
+
+
+def test_a_record_ends_with_the_error_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("the worker's own error")
+
+    monkeypatch.setattr(Client, "push", fail)
+    with pytest.raises(ZeroDivisionError, match="the worker's own error"):
+        record(1)
 
 
 @pytest.mark.slow
