@@ -37,6 +37,7 @@ class ManagerProcess:
                     link.close()
                     return
                 link.birth = m.more["birth"]  # type: ignore[attr-defined]
+                self.facts[link.peer[1]] = {"versions": m.more["versions"]}  # not those of the one that it replaces
             self._links.add(link)
             if self.manager.map.holders:
                 link.send(self._map())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -22,7 +23,10 @@ from bagu.bench.server_kills import Servers, record, strike
 from bagu.cli import main
 from bagu.errors import BaguError
 from bagu.parallel.server.client import Client
+from bagu.parallel.server.links import Link, connect
 from bagu.parallel.server.place import found_place, new_group
+from bagu.parallel.server.processes import ManagerProcess
+from bagu.parallel.server.wire import Message
 from bagu.recipes.catalogue import recipe
 from bagu.recipes.command import train_main
 from bagu.recipes.held_run import held_run
@@ -67,6 +71,30 @@ def test_a_record_ends_with_the_error_of_its_worker(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Client, "push", fail)
     with pytest.raises(ZeroDivisionError, match="the worker's own error"):
         record(1)
+
+
+def test_the_status_of_a_server_that_came_back_is_not_that_of_the_one_before() -> None:
+    place = new_group(1)
+    manager, answers = ManagerProcess(1, *place.manager, place.token), queue.SimpleQueue[Message]()
+
+    def joined(birth: int) -> Link:
+        more = {"who": "server", "number": 0, "birth": birth, "versions": {"0": -1}, "host": "", "port": 0}
+        hello = Message(kind="hello", more=more)
+        return connect(place.manager, place.token, hello, lambda _, m: answers.put(m), lambda _: None)
+
+    def status(link: Link) -> dict[str, Any]:
+        link.send(Message(kind="status"))
+        while (m := answers.get(timeout=30)).kind != "status":
+            pass
+        return dict(m.more["servers"])[0]
+
+    try:
+        first = joined(birth=1)
+        first.send(Message(kind="beat", more={"versions": {"0": 7}, "pid": 1}))
+        assert status(first) == {"versions": {"0": 7}, "pid": 1}
+        assert status(joined(birth=2)) == {"versions": {"0": -1}}
+    finally:
+        manager.close()
 
 
 @pytest.mark.slow
