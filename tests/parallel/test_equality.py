@@ -11,6 +11,7 @@ from ranks import Ranks
 from tiny import Alone, Case
 
 from bagu.nn.config import MoEConfig
+from tests.variants import of_cases
 
 MUON = {"kind": "muon", "newton_schulz_dtype": "fp64"}
 MOE = {"moe": MoEConfig(num_experts=4, top_k=2, expert_size=16, aux_weight=0.01, bias_rate=0.01)}
@@ -80,12 +81,18 @@ def differences(case: Case, ranks: Ranks, alone: Alone) -> tuple[float, float]:
     return worst[0], worst[1]
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda c: c.name)
+QUICK = (
+    "data parallel", "zero 1", "zero 2", "zero 3", "data parallel, accumulated", "zero 3, accumulated", "muon, zero 3",
+    "lion, zero 2", "dropout", "experts", "recomputed", "lora", "offloaded, zero 3", "fp8, zero 2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", of_cases(TWO, *QUICK))
 def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks, alone: Alone) -> None:
     assert max(differences(case, two, alone)) < 1e-10
 
 
-@pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", of_cases(FOUR, "zero 3", "hybrid 2", "hybrid 3", "muon, hybrid"))
 def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks, alone: Alone) -> None:
     assert max(differences(case, four, alone)) < 1e-10
 

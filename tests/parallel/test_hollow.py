@@ -26,6 +26,7 @@ from bagu.train import TrainState, step
 from bagu.train.loop import fit
 from bagu.train.memory import gradients
 from bagu.train.prepare import prepared
+from tests.variants import of_cases
 
 # a model that every dimension divides, with a balancing bias for each expert, which is a buffer
 EXPERTS = {
@@ -117,7 +118,7 @@ def test_two_ranks_start_with_the_bits_of_one_device(two: Ranks, case: Case, tmp
     check(two, case, tmp_path)
 
 
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of_cases(FOUR, "pp=4", "zero 3, tp, lora", "ep,tp", "pp,cp", "pp,shard", "shard,ep"))
 def test_four_ranks_start_with_the_bits_of_one_device(four: Ranks, case: Case, tmp_path: Path) -> None:
     check(four, case, tmp_path)
 

@@ -10,6 +10,7 @@ from ranks import Ranks
 from tiny import Case
 
 from bagu.nn.config import MoEConfig, NormConfig
+from tests.variants import of_cases
 
 HEADS = {"num_kv_heads": 2}
 MODES = [
@@ -62,12 +63,12 @@ def check_parts(case: Case, ranks: Ranks) -> None:
     assert texts == wanted
 
 
-@pytest.mark.parametrize("case", PARTS, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", of_cases(PARTS, "tp", "ring", "ep", "zero bubble"))
 def test_two_ranks_evaluate_their_parts(case: Case, two: Ranks) -> None:
     check_parts(case, two)
 
 
-@pytest.mark.parametrize("case", PARTS_OF_FOUR, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", of_cases(PARTS_OF_FOUR, "cp and tp", "pp and cp"))
 def test_four_ranks_evaluate_their_parts(case: Case, four: Ranks) -> None:
     check_parts(case, four)
 

@@ -15,6 +15,7 @@ from tiny import Alone, Case
 from bagu.nn.choices import NormConfig
 from bagu.nn.config import MoEConfig
 from bagu.nn.position_choices import Alibi, Learned
+from tests.variants import of_cases
 
 GROUPS = {"num_heads": 4, "num_kv_heads": 2}
 GPT = {
@@ -98,12 +99,24 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda c: c.name)
+QUICK = (
+    "tp", "cp, ring", "cp, ulysses", "pp", "ep", "tp, muon, experts, recomputed", "interleaved", "zero bubble",
+    "pp, lora, muon", "ep, dropout",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", of_cases(TWO, *QUICK))
 def test_two_ranks_equal_one_in_fp64(case: Case, two: Ranks, alone: Alone) -> None:
     assert max(differences(case, two, alone)) < 1e-10
 
 
-@pytest.mark.parametrize("case", FOUR, ids=lambda c: c.name)
+QUICK_OF_FOUR = (
+    "tp x pp", "tp x cp, ring", "cp x pp, ulysses", "tp x ep", "dp x pp, zero bubble", "pp x zero 1",
+    "tp x zero 3, muon", "cp x zero 3", "ep x zero 3, muon",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", of_cases(FOUR, *QUICK_OF_FOUR))
 def test_four_ranks_equal_one_in_fp64(case: Case, four: Ranks, alone: Alone) -> None:
     assert max(differences(case, four, alone)) < 1e-10
 

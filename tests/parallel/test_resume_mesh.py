@@ -61,8 +61,8 @@ def assert_resumes(
     ("first", "second"),
     [
         ("zero 3 on 4", "zero 2 on 2"),
-        ("data parallel on 4", "zero 3 on 2"),
-        ("zero 1 on 2", "one process"),
+        pytest.param("data parallel on 4", "zero 3 on 2", marks=pytest.mark.slow),
+        pytest.param("zero 1 on 2", "one process", marks=pytest.mark.slow),
         ("one process", "hybrid zero 3 on 4"),
     ],
 )
@@ -89,11 +89,11 @@ DIVIDED = replace(WHOLE, model={"num_kv_heads": 2, "vocab_size": 65, "out_bias":
 @pytest.mark.parametrize(
     ("first", "second", "optimizer"),
     [
-        ("tp=2", "shard=4", MUON),
+        pytest.param("tp=2", "shard=4", MUON, marks=pytest.mark.slow),
         ("pp=2", "one process", {}),
         ("tp=2,pp=2", "ep=2", {}),
         ("pp=2,shard=2", "tp=2", MUON),
-        ("one process", "ep=2,shard=2", MUON),
+        pytest.param("one process", "ep=2,shard=2", MUON, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_a_divided_model_resumes_on_another_mesh(
@@ -110,7 +110,14 @@ def test_a_run_of_a_divided_model_resumes_on_another_mesh(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "parts"), [("tp=2", 2), ("pp=2", 2), ("cp=2", 1), ("ep=2,tp=2", 4), ("shard=2,tp=2", 4)]
+    ("mesh", "parts"),
+    [
+        pytest.param("tp=2", 2, marks=pytest.mark.slow),
+        ("pp=2", 2),
+        ("cp=2", 1),
+        ("ep=2,tp=2", 4),
+        pytest.param("shard=2,tp=2", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_write_their_parts_of_the_checkpoint_of_one_process(
     mesh: str, parts: int, two: Ranks, four: Ranks, tmp_path: Path

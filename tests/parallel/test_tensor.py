@@ -33,6 +33,7 @@ from bagu.parallel.sharding import TENSOR, Split, gather_full, placements
 from bagu.parallel.tensor import check_tensor_parallel, sum_replicated, tensor_parallel
 from bagu.parallel.traffic import Tally
 from bagu.parallel.vocab_loss import vocab_cross_entropy
+from tests.variants import some
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -81,7 +82,7 @@ def compare(name: str, tp: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(list(MODELS), ("gqa, q-norm, window, tied", "gpt2", "mla", "moe")))
 def test_loss_and_gradients_are_those_of_one_process(four: Ranks, name: str) -> None:
     for tp in (2, 4):
         for rank, found in enumerate(four.run(compare, name, tp)):

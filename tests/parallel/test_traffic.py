@@ -24,6 +24,7 @@ from bagu.parallel.timeline import draw_pipeline
 from bagu.parallel.traffic import Tally, gloo_bytes, sent_bytes
 from bagu.parallel.zero import model_state_bytes
 from bagu.train import TrainState, step
+from tests.variants import of_cases
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 512, "head_dim": 64}  # 0.6M parameters
 
@@ -83,8 +84,8 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [4, 8])
-@pytest.mark.parametrize("case", MODES, ids=lambda c: c.name)
+@pytest.mark.parametrize("micro_batches", [pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("case", of_cases(MODES, "data parallel", "zero 2", "zero 3", "hybrid 3"))
 def test_bytes_of_a_step_are_those_of_the_formula(case: Case, micro_batches: int, four: Ranks) -> None:
     """Within 1 %: what is left are the padding of parameters and the scalars of a step."""
     wide = Case(name="", mesh=case.mesh, zero=case.zero, model=WIDE, micro_batches=micro_batches, dtype=torch.float32)
@@ -98,7 +99,7 @@ def test_bytes_of_a_step_are_those_of_the_formula(case: Case, micro_batches: int
         assert_states(case, found, torch.float32)
 
 
-@pytest.mark.parametrize("case", MODES[:4], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", of_cases(MODES[:4], "zero 1", "zero 3"))
 def test_states_of_a_rank_in_bf16_are_those_of_the_formula(case: Case, four: Ranks) -> None:
     wide = Case(name="", mesh=case.mesh, zero=case.zero, model=WIDE, dtype=torch.bfloat16)
     for found in four.run(measure, wide):
@@ -198,7 +199,7 @@ SENDERS = [
 
 
 @pytest.mark.skipif(socket_bytes() is None, reason="the kernel does not count")
-@pytest.mark.parametrize("case", SENDERS, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", of_cases(SENDERS, "data parallel", "zero 3", "tp", "ep"))
 def test_gloo_sends_what_its_algorithms_send(case: Case, four: Ranks) -> None:
     """Over all ranks within 3 %: the rest are the headers of messages, which are small ones under tp (10 %). More than
     counted where it reduce-scatters."""

@@ -99,6 +99,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path)
     assert (out / "model" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_divided_model_is_loaded_by_parts_evaluated_and_exported(tmp_path: Path) -> None:
     """A model of tp=2, then adapters of it (`--from`) over pp=2: the held-out losses and weights of one process."""
     data = tmp_path / "data"

@@ -301,6 +301,7 @@ def test_int4_is_the_model_of_the_rounded_weights(S: int) -> None:
     assert_near(CompiledDecode(match(model), kv, rounding="int4")(decodes(batch)), want, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_int4_has_the_same_bits_with_and_without_dot_products(tmp_path: Path) -> None:
     """The portable loop of int4_product.h, compiled instead of the instructions of this CPU: a block of 16 tokens and

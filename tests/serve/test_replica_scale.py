@@ -116,6 +116,7 @@ def test_a_replica_starts_warm_and_ends_drained(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(run())
 
 
+@pytest.mark.slow  # 27 s of waiting
 def test_a_stopped_replica_loses_its_waiting_requests_and_then_its_streams() -> None:
     """SIGSTOP: the process lives and says nothing. Requests without a token go to the other replica after `silent_s`,
     new ones do not come, and after `stall_s` the process is killed and started again."""

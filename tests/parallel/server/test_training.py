@@ -100,10 +100,15 @@ def run(case: Case, local: Local, served: ServedConfig) -> dict[int, Any]:
     return found
 
 
-KINDS = [("sgd", 1), ("sgd", 2), ("adamw", 2), ("adamw", 4), ("lion", 2), ("lion", 4)]
-
-
-@pytest.mark.parametrize(("kind", "workers"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("sgd", 2),
+        ("adamw", 4),
+        ("lion", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sgd", 1), ("adamw", 2), ("lion", 4))),
+    ],
+)
 def test_delay_0_equals_the_run_in_one_process(kind: str, workers: int, local: Any) -> None:
     """20 steps in fp64, with clipping; tests/parallel/test_equality.py shows that all-reduce gives the same."""
     case = Case(name="", optimizer={"kind": kind})
