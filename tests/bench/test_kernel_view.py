@@ -100,6 +100,7 @@ def shown(ran: dict[str, Ran]) -> tuple[list[dict[str, Any]], Path]:
     return json.loads(run.out), run.cwd
 
 
+@pytest.mark.slow
 def test_every_kernel_has_its_stages_in_a_folder(shown: tuple[list[dict[str, Any]], Path]) -> None:
     kernels, cwd = shown
     assert {k["step"] for k in kernels} == {"forward", "backward"}
@@ -109,6 +110,7 @@ def test_every_kernel_has_its_stages_in_a_folder(shown: tuple[list[dict[str, Any
         assert ".target sm_90a" in stages[".ptx"] and k["kernel"] in stages[".ttir"] and "STG.E" in stages[".sass"]
 
 
+@pytest.mark.slow
 def test_a_gluon_kernel_has_all_stages_but_ttir(ran: dict[str, Ran]) -> None:
     run = ran["gluon"]
     assert run.code == 0, run.err
@@ -116,6 +118,7 @@ def test_a_gluon_kernel_has_all_stages_but_ttir(ran: dict[str, Ran]) -> None:
     assert {path.suffix for path in (run.cwd / kernel["folder"]).iterdir()} == {".ttgir", ".llir", ".ptx", ".sass"}
 
 
+@pytest.mark.slow
 def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any]], Path], ran: dict[str, Ran]) -> None:
     assert ran["gate"].code == 0, ran["gate"].err
     lines = ran["gate"].out.splitlines()
@@ -123,11 +126,13 @@ def test_the_facts_are_those_of_the_compile_gate(shown: tuple[list[dict[str, Any
     assert gate == [(k["kernel"], k["registers"], k["spills"], k["shared"]) for k in shown[0]]
 
 
+@pytest.mark.slow
 def test_a_launch_finds_in_the_cache_what_was_compiled_without_a_gpu(ran: dict[str, Ran]) -> None:
     hits = json.loads(ran["tuner"].out)["hits"]
     assert len(hits) >= 2 and all(hits)
 
 
+@pytest.mark.slow
 def test_a_difference_of_tunings_names_what_changed(ran: dict[str, Ran]) -> None:
     run = ran["difference"]
     assert run.code == 0, run.err
@@ -136,6 +141,7 @@ def test_a_difference_of_tunings_names_what_changed(ran: dict[str, Ran]) -> None
     assert (run.cwd / "kernels/dequantize_int8/a-num_warps=4").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_bad_input_is_one_sentence(name: str, ran: dict[str, Ran]) -> None:
     run = ran[name]

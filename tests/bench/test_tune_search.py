@@ -127,7 +127,9 @@ def limits_of(machine: int) -> dict[str, float]:
     return {"ttft": 1300 * float(np.median(middle.ttft_s)), "tpot": 1300 * float(np.median(middle.tpot_s))}
 
 
-@pytest.mark.parametrize("machine", [0, 5, 8])
+@pytest.mark.parametrize(
+    "machine", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_the_search_is_within_5_percent_of_the_grid_in_a_fifth_of_its_time(machine: int) -> None:
     """The machines have different best points: two threads or one, with int8 or without."""
     quality, share, found = searched(machine, limits_of(machine))

@@ -131,6 +131,7 @@ main(["tune", "serve", sys.argv[1], "--ttft", "1s", "--out", sys.argv[2], *sys.a
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_sigterm_while_a_server_starts_ends_the_server_too(tmp_path: Path) -> None:
     tokenizer = BpeTokenizer.train(["hello world "] * 4, vocab_size=262)

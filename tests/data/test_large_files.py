@@ -204,7 +204,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start, sum(s.num_byte
 """
 
 
-@pytest.mark.parametrize("layout", ["one file", pytest.param("lines", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one file", "lines"])
 def test_memory_does_not_grow_with_the_corpus(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 MB take less than 300 MB more than the imports; 64 MB in one file took 7.5 GB."""
     monkeypatch.setenv("BAGU_CACHE", str(tmp_path / "cache"))

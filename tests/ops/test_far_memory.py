@@ -64,7 +64,10 @@ def points() -> list[Any]:
                 best = found.get((spec.name, dim))
                 if size and (best is None or (-there.count(dim), size) < best[:2]):
                     found[spec.name, dim] = -there.count(dim), size, case
-    return [pytest.param(SPECS[op], dim, case, id=f"{op}-{dim}") for (op, dim), (_, _, case) in found.items()]
+    return [
+        pytest.param(SPECS[op], dim, case, id=f"{op}-{dim}", marks=pytest.mark.slow if i % 2 else ())
+        for i, ((op, dim), (_, _, case)) in enumerate(found.items())
+    ]
 
 
 def survives(work: Callable[[], None]) -> None:

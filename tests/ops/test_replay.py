@@ -43,7 +43,10 @@ def copies(args: dict[str, Any]) -> bool:
     return any(x.element_size() == 2 and x.shape[-1] * 2 % 16 for x in rows)
 
 
-POINTS = [pytest.param(s, p, id=f"{s.name}-{p}") for s in TRITON for p in points(s, "triton")[: None if GPU else 2]]
+POINTS = [
+    pytest.param(s, p, id=f"{s.name}-{p}", marks=() if GPU or i == 0 else pytest.mark.slow)
+    for s in TRITON for i, p in enumerate(points(s, "triton")[: None if GPU else 2])
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec, point", POINTS)

@@ -42,7 +42,9 @@ def with_speeds(case: Case, seconds: tuple[float, ...]) -> tiny.Run:
     return found, {name: t.detach().clone() for name, t in made.state_dict().items()}
 
 
-@pytest.mark.parametrize("seconds", SPEEDS, ids=str)
+@pytest.mark.parametrize(
+    "seconds", [SPEEDS[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SPEEDS[1:])], ids=str
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -124,6 +126,7 @@ def events(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_workers_of_the_command_line_train_with_measured_shares_and_resume(tmp_path: Path) -> None:
     data, out = texts(tmp_path / "data"), tmp_path / "run"

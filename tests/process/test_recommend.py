@@ -36,7 +36,7 @@ def reactor() -> Process:
 GIVEN = {"activity": 1.0, "impurity": 0.15}
 
 
-@pytest.mark.parametrize("name", ["weld", "reactor"])
+@pytest.mark.parametrize("name", [pytest.param("weld", marks=pytest.mark.slow), "reactor"])
 def test_a_recommendation_gains_and_keeps_its_promise(name: str) -> None:
     found = measure(name, 21, rows=150, contexts=3)
     assert not found["blind_recommended"]

@@ -116,7 +116,9 @@ def test_the_loss_of_a_micro_batch_is_the_sum_of_its_parts(run: Run, tmp_path: P
     assert sum(float(p.loss.detach()) for p in parts) == pytest.approx(want, rel=262 * torch.finfo(torch.float32).eps)
 
 
-@pytest.mark.parametrize("lora", [(), ("lora.rank=4", "lora.base=int8")], ids=["weights", "int8_lora"])
+@pytest.mark.parametrize(
+    "lora", [pytest.param((), marks=pytest.mark.slow), ("lora.rank=4", "lora.base=int8")], ids=["weights", "int8_lora"]
+)
 def test_it_resumes_to_the_same_bits_and_keeps_the_teacher_out_of_checkpoints(
     lora: tuple[str, ...], run: Run, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def again(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.hidden_size=64"], "the model of this run is"),
+        pytest.param(["model.hidden_size=64"], "the model of this run is", marks=pytest.mark.slow),
         (["train.optimizer.kind=muon"], "does not fit this run"),
         (["data.context=128"], "positions for"),
         (["data.seed=-1"], "seed is -1"),

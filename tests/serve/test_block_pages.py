@@ -120,7 +120,10 @@ def seen_by(model: Transformer, window: int, first: int, prompt: list[int], coun
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(10, 3), (7, 4), (9, 0), (200, 4)])
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [(10, 3), pytest.param(7, 4, marks=pytest.mark.slow), pytest.param(9, 0, marks=pytest.mark.slow), (200, 4)],
+)
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 9}, {"num_blocks": 20}], ids=str)
 def test_first_tokens_beside_a_window(window: int, sinks: int, settings: dict[str, Any]) -> None:
     model = small_model()

@@ -153,7 +153,7 @@ def test_incomplete_requests_time_out(mortal: Running) -> None:
     eventually(lambda: healthy(mortal), "the server is healthy")
 
 
-@pytest.mark.parametrize("piece, pause_s", [(b"x", 0.05), (b"x" * 2**16, 0.0)])
+@pytest.mark.parametrize("piece, pause_s", [pytest.param(b"x", 0.05, marks=pytest.mark.slow), (b"x" * 2**16, 0.0)])
 def test_a_client_that_keeps_sending_after_its_response_is_disconnected(
     mortal: Running, piece: bytes, pause_s: float
 ) -> None:

@@ -78,7 +78,7 @@ def test_pool_and_chunks_do_not_change_the_text(kind: str, settings: dict[str, A
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_logits_of_every_step_equal_those_of_a_dense_cache(kind: str, dtype: torch.dtype) -> None:
     """Sequences of three lengths, so that decodes attend to different numbers of keys. The dense cache is in fp32."""
     model, exact = small_model(kind, dtype), small_model(kind, dtype).float()

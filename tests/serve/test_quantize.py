@@ -164,7 +164,9 @@ def test_a_logprob_is_of_the_distribution_that_the_token_was_drawn_from() -> Non
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("model_kind", ["gqa", "mha, tied", "alibi"])  # the last one is not computed by the C++ step
+@pytest.mark.parametrize(
+    "model_kind", ["gqa", pytest.param("mha, tied", marks=pytest.mark.slow), "alibi"]
+)  # the last one is not computed by the C++ step
 def test_a_released_source_leaves_no_unquantized_linear_weight(kind: Quantization, model_kind: str) -> None:
     model = small_model(model_kind)
     engine = small_engine(model, quantization=kind)

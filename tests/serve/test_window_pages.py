@@ -55,7 +55,7 @@ def test_a_text_of_32k_tokens_keeps_a_fraction_of_the_keys_and_values(name: str)
 
 
 @pytest.mark.parametrize("name", ["Gemma 3 1B", "gpt-oss 20B"])
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_keeps_that_and_computes_the_bits_of_dense_masking(name: str, invariant: bool) -> None:
     """1/32 of the length and of the windows, with blocks of 1/16: the shares are those of the full size."""
     config, settings = shape(name, scale=32), {"block_size": 1, "max_num_batched_tokens": 128, "max_num_seqs": 2}

@@ -108,6 +108,7 @@ def test_a_run_on_ray_outlives_a_server(start: on_ray.OnRay, tmp_path: Path, cap
     assert RunFolder(out).metrics()[-1]["step"] == 39
 
 
+@pytest.mark.slow
 def test_replicas_on_ray_answer_as_one_and_come_back(start: on_ray.OnRay, tmp_path: Path) -> None:
     """`bagu serve --replicas --ray`, with the Ray of this process: two engines, one of which is killed."""
     words = BpeTokenizer.train(["hello world"], vocab_size=300)
