@@ -4,6 +4,7 @@
              and on one machine they take what they need from the workers
     bytes    what a worker pushes and pulls in a step, beside the formula: twice the parameters
     copies   what the servers receive in a step, over what all workers push: 1 + 2/W with two copies of each range
+    memory   of a server's process after the steps, without pages that it shares with other processes (Linux)
     delays   (--delays 0,8) four workers whose steps take lognormal times: what they wait, and updates a second
 
 Both sides are timed in the same processes, in turn, as in parallel.py.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +46,7 @@ from bagu.train.served.worker import Served, ServedPlace
 
 STEP_S, SIGMA = 0.15, 0.6  # the median of a jittered step, and its spread
 WARM_STEPS = 3
+FACTS = ("parameters", "bytes", "pushed_bytes", "received_bytes", "server_memory_bytes")
 SETTLED_S = 1.0  # in which every server has sent its byte counts to the manager (five heartbeats)
 
 
@@ -69,7 +72,7 @@ def main(given: ServerBench) -> int:
         part = share(chosen, given.workers)
         times = on_ranks(given.workers, timed_rounds, part, given.rounds, place, given.workers)
         found = summary(times, part)
-        facts = {name: times[0][name] for name in ("parameters", "bytes", "pushed_bytes", "received_bytes")}
+        facts = {name: times[0][name] for name in FACTS}
         common = {"system": "parameter server", "shape": given.shape, "model": asdict(chosen.model), "device": "cpu"}
         rows.add([{**common, **found, "servers": given.servers, **facts}])
         rows.finish(_table(chosen, rows.all))
@@ -109,17 +112,11 @@ def delay_rows(delays: Sequence[int], servers: int, workers: int, steps: int) ->
     found = list[dict[str, Any]]()
     for delay in delays:
         with processes(servers) as place:
-            each = on_ranks(
-                workers, jittered, place, ServedConfig(servers=servers, workers=workers, delay=delay), steps
-            )
-        rate = min(one["rate"] for one in each)
-        idle = 100 * statistics.mean(one["idle"] for one in each)
-        row = {
-            "delay": delay,
-            "idle_percent": idle,
-            "updates_per_s": rate,
-            "oldest": max(one["oldest"] for one in each),
-        }
+            served = ServedConfig(servers=servers, workers=workers, delay=delay)
+            each = on_ranks(workers, jittered, place, served, steps)
+        rate, idle = min(one["rate"] for one in each), 100 * statistics.mean(one["idle"] for one in each)
+        oldest = max(one["oldest"] for one in each)
+        row = {"delay": delay, "idle_percent": idle, "updates_per_s": rate, "oldest": oldest}
         found.append(row | {"speed": rate / (found[0]["updates_per_s"] if found else rate), "steps": steps})
     return found
 
@@ -182,7 +179,7 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
         worker.begin(states[1])
         worker.stop = 10_000
         worker.row()  # what was read before the first step is not part of a step
-        before = received_bytes(place)
+        before = received_bytes(server_facts(place))
         for number in range(rounds + 1):
             for name in (ALONE, MESH):
                 dist.barrier()
@@ -195,16 +192,18 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
                     times[name].append(time.perf_counter() - begun)
     row, made = worker.row(), rounds + 1
     pushed, pulled = int(row["pushed_bytes"] or 0), int(row["pulled_bytes"] or 0)
+    facts = server_facts(place)
     times |= {
         "parameters": len(states[1].flat.master), "bytes": (pushed + pulled) // made,
-        "pushed_bytes": workers * pushed // made, "received_bytes": (received_bytes(place) - before) // made,
+        "pushed_bytes": workers * pushed // made, "received_bytes": (received_bytes(facts) - before) // made,
+        "server_memory_bytes": largest_private_memory(facts),
     }  # fmt: skip
     worker.close()
     return times
 
 
-def received_bytes(place: Place) -> int:
-    """The bytes that all servers have received, by the manager's status: pushes, decisions and copies."""
+def server_facts(place: Place) -> list[dict[str, Any]]:
+    """What the manager knows of each server by its heartbeats. To be called by all workers at once."""
     answers = queue.SimpleQueue[Message]()
     dist.barrier()
     time.sleep(SETTLED_S)
@@ -215,17 +214,35 @@ def received_bytes(place: Place) -> int:
         pass
     link.close()
     dist.barrier()
-    return sum(int(facts["received"]) for _, facts in status.more["servers"])
+    return [facts for _, facts in status.more["servers"]]
+
+
+def received_bytes(servers: Sequence[dict[str, Any]]) -> int:
+    """Of all servers together: pushes, decisions and copies."""
+    return sum(int(facts["received"]) for facts in servers)
+
+
+def largest_private_memory(servers: Sequence[dict[str, Any]]) -> int | None:
+    """Bytes of the server that has the most; None where the kernel does not tell."""
+    sizes = list[int]()
+    for facts in servers:
+        try:
+            lines = Path(f"/proc/{facts['pid']}/smaps_rollup").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        sizes.append(sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_")))
+    return max(sizes)
 
 
 def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
-    heads = ("workers", "servers", "Gloo, tokens/s", "servers, tokens/s", "ratio", "range", "bytes", "copies")
+    heads = ("workers", "servers", "Gloo, tokens/s", "servers, tokens/s", "ratio", "range", "bytes", "copies", "server")
     lines = [
         (
             str(r["ranks"]), str(r["servers"]), f"{r['alone_tokens_per_s']:,.0f}",
             f"{r['mesh_tokens_per_s']:,.0f}",
             f"{r['ratio']:.3f}", f"{r['low_ratio']:.3f} to {r['high_ratio']:.3f}",
             f"{r['bytes'] / (8 * r['parameters']):.3f}", f"{r['received_bytes'] / r['pushed_bytes']:.3f}",
+            f"{r['server_memory_bytes'] / 2**20:.0f} MiB" if r["server_memory_bytes"] else "–",
         )
         for r in rows
     ]  # fmt: skip
