@@ -127,92 +127,104 @@ def strike(servers: Servers, how: str, rng: random.Random) -> None:
             process.wait()
 
 
-def record(
-    kills: int,
-    *,
-    servers: int = 4,
-    workers: int = 2,
-    how: str = "kill",
-    seed: int = 0,
-    say: Callable[[str], None] = print,
-) -> Record:
-    """Run updates until there were so many kills, and five updates more."""
-    group, found, rng = Servers(servers), Record(), random.Random(seed)
-    done, stop_at, pause = [0] * workers, [1 << 60], [0.0]
-    times: deque[float] = deque(maxlen=50)  # of the last updates
-    lock, failures, clients = threading.Lock(), list[BaseException](), dict[int, Client]()
+class Workers:
+    """Threads that push known gradients, each of which compares every weight with the exact sum after every update."""
 
-    def work(worker: int) -> None:
-        client = Client(worker, [(0, SIZE)], servers, np.dtype(float), group.place.manager, group.place.token)
-        clients[worker] = client
+    def __init__(self, number: int, servers: Servers, found: Record) -> None:
+        self._servers, self._found = servers, found
+        self.done = [0] * number  # updates, by worker
+        self.pause_s = 0.0  # of worker 0 before each push
+        self.times: deque[float] = deque(maxlen=50)  # of the last updates
+        self._stop_at = 1 << 60
+        self._lock, self._failures, self._clients = threading.Lock(), list[BaseException](), dict[int, Client]()
+        self._threads = [threading.Thread(target=self._run, args=(w,), daemon=True) for w in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, worker: int) -> None:
+        place = self._servers.place
+        client = Client(worker, [(0, SIZE)], place.servers, np.dtype(float), place.manager, place.token)
+        self._clients[worker] = client
         try:
             client.wait_for_map()
             if worker == 0:
-                client.load(0, [np.zeros(SIZE)], {"kind": "descend"}, workers, {"facts": {}})
+                client.load(0, [np.zeros(SIZE)], {"kind": "descend"}, len(self.done), {"facts": {}})
             client.pull(0)
-            flat, sum_so_far, t = np.zeros(SIZE), 0.0, 0
-            while t < stop_at[0]:
-                t, begun = t + 1, time.monotonic()
-                if worker == 0:
-                    time.sleep(pause[0])
-                client.push(t, np.full(SIZE, float((worker + 1) * (t % 7 + 1))), [0.0])
-                client.total(t)
-                client.commit(t, {"lr": 1.0, "facts": {}})
-                client.read(flat)
-                sum_so_far += sum((w + 1) * (t % 7 + 1) for w in range(workers))
-                now = time.monotonic()
-                with lock:
-                    found.wrong += not bool((flat == -sum_so_far).all())
-                    found.longest_s = max(found.longest_s, now - begun)
-                    times.append(now - begun)
-                    done[worker] = t
+            self._update(worker, client)
         except BaseException as error:
-            failures.append(error)
+            self._failures.append(error)
         finally:
             client.close()
 
-    def wait(ready: Callable[[], bool], limit: float = 60.0) -> None:
+    def _update(self, worker: int, client: Client) -> None:
+        flat, sum_so_far, t = np.zeros(SIZE), 0.0, 0
+        while t < self._stop_at:
+            t, begun = t + 1, time.monotonic()
+            if worker == 0:
+                time.sleep(self.pause_s)
+            client.push(t, np.full(SIZE, float((worker + 1) * (t % 7 + 1))), [0.0])
+            client.total(t)
+            client.commit(t, {"lr": 1.0, "facts": {}})
+            client.read(flat)
+            sum_so_far += sum((w + 1) * (t % 7 + 1) for w in range(len(self.done)))
+            took = time.monotonic() - begun
+            with self._lock:
+                self._found.wrong += not bool((flat == -sum_so_far).all())
+                self._found.longest_s = max(self._found.longest_s, took)
+                self.times.append(took)
+                self.done[worker] = t
+
+    def wait(self, ready: Callable[[], bool], limit: float = 60.0) -> None:
         """Until `ready`; raises what a worker raised."""
         begun = time.monotonic()
         while not ready():
-            if failures:
-                raise failures[0]
+            if self._failures:
+                raise self._failures[0]
             if time.monotonic() - begun > limit:
-                sessions = {w: client.session.state() for w, client in clients.items()}
+                sessions = {w: client.session.state() for w, client in self._clients.items()}
                 raise TimeoutError(
-                    f"nothing happened for {limit:.0f} s after kill {found.kills}: updates {done}, workers {sessions}; "
-                    f"{group.state()}"
+                    f"nothing happened for {limit:.0f} s after kill {self._found.kills}: updates {self.done}, "
+                    f"workers {sessions}; {self._servers.state()}"
                 )
             time.sleep(0.002)
 
-    threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in range(workers)]
-    for thread in threads:
-        thread.start()
+    def finish(self) -> int:
+        """Five updates more; how many each worker completed in all."""
+        self._stop_at = max(self.done) + 5
+        for thread in self._threads:
+            thread.join(60)
+        if self._failures:
+            raise self._failures[0]
+        assert min(self.done) == max(self.done) == self._stop_at
+        return self._stop_at
+
+
+def record(
+    kills: int, *, servers: int = 4, workers: int = 2, how: str = "kill", seed: int = 0,
+    say: Callable[[str], None] = print,
+) -> Record:  # fmt: skip
+    """Run updates until there were so many kills, and five updates more."""
+    group, found, rng = Servers(servers), Record(), random.Random(seed)
+    threads = Workers(workers, group, found)
     try:
         while found.kills < kills:
-            wait(lambda: group.whole() and min(done) > 0)
+            threads.wait(lambda: group.whole() and min(threads.done) > 0)
             time.sleep(rng.expovariate(10))
-            wait(group.whole)  # also now: on a busy machine a server may have been silent, and have come back empty
-            reached, struck = max(done) + 1, time.monotonic()  # one that began before the kill may still complete
+            threads.wait(group.whole)  # also now: a server that was silent on a busy machine may have come back empty
+            reached, struck = max(threads.done) + 1, time.monotonic()  # one that began before may still complete
             if how == "slow":  # worker 0 for a second
-                pause[0] = found.pause_s = SLOW * statistics.median(times)
-                threading.Timer(1.0, pause.__setitem__, (0, 0.0)).start()
+                threads.pause_s = found.pause_s = SLOW * statistics.median(threads.times)
+                threading.Timer(1.0, setattr, (threads, "pause_s", 0.0)).start()
             else:
                 strike(group, how, rng)
             found.kills += 1
-            wait(lambda reached=reached: min(done) > reached)  # type: ignore[misc]
+            threads.wait(lambda reached=reached: min(threads.done) > reached)  # type: ignore[misc]
             found.recovery_s.append(time.monotonic() - struck)
             if how in ("stop", "slow"):
                 time.sleep(5.5 if how == "stop" else 1.5)
             if found.kills % 10 == 0:
-                say(f"{found.kills} of {kills}: {max(done)} updates, {found.wrong} wrong")
-        stop_at[0] = max(done) + 5
-        for thread in threads:
-            thread.join(60)
-        found.updates = min(done)
-        if failures:
-            raise failures[0]
-        assert min(done) == max(done) == stop_at[0]
+                say(f"{found.kills} of {kills}: {max(threads.done)} updates, {found.wrong} wrong")
+        found.updates = threads.finish()
         return found
     finally:
         group.close()

@@ -19,7 +19,7 @@ import tiny
 from tiny import Case
 
 from bagu.errors import BaguError
-from bagu.parallel.server.compress import Compressor, encoded_bytes
+from bagu.parallel.server.compress import Compressor, decode, encoded_bytes
 from bagu.parallel.server.place import Place, new_group
 from bagu.parallel.server.processes import ManagerProcess, ServerProcess
 from bagu.recipes.rollout import EngineSampler, ServedSampler, engine_config
@@ -213,8 +213,6 @@ def test_local_steps_exchange_rarely_and_workers_end_equal(kind: str, local: Any
 def test_compression_sends_few_bytes_and_feedback_loses_nothing(method: Any, share: float) -> None:
     stream, compressor = np.random.default_rng(0), Compressor(method)
     total, sent = np.zeros(10_000, np.float32), np.zeros(10_000, np.float32)
-    from bagu.parallel.server.compress import decode
-
     for _ in range(50):
         gradient = stream.standard_normal(10_000).astype(np.float32)
         data = compressor.encode(0, gradient)
