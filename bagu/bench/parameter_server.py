@@ -178,8 +178,8 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
     with prepared(models[0], gloo, CPU), prepared(models[1], mine, CPU):
         worker.begin(states[1])
         worker.stop = 10_000
-        worker.row()  # what was read before the first step is not part of a step
         before = received_bytes(server_facts(place))
+        worker.row()  # what was read before the first step is not part of a step
         for number in range(rounds + 1):
             for name in (ALONE, MESH):
                 dist.barrier()

@@ -138,7 +138,7 @@ def fit(
             if result.skipped is not None:
                 run.skip(result)
                 continue
-            row = meters.row(result) | ({} if served is None else served.row())
+            row = meters.row(result) if served is None else meters.row(result, over=1 + served.delay) | served.row()
             if state.shares is not None:
                 row |= state.shares.row(meters.seconds)
                 if (change := state.shares.change) is not None:

@@ -160,12 +160,13 @@ class Served:
             return self._local_step(state, batches())
         result = self._next(state, batches)
         last = state.step >= self.stop or state.stop_asked or state.ended is not None
-        if self._delay == 0 or last or self._due(state.step):
+        if self.delay == 0 or last or self._due(state.step):
             self._catch_up(state)
         return result
 
     @property
-    def _delay(self) -> int:
+    def delay(self) -> int:
+        """How many updates this worker may be ahead; `bagu watch RUN --delay` changes it while the run runs."""
         return self.config.delay if self.client.delay is None else self.client.delay
 
     def _next(self, state: TrainState, batches: Batches) -> StepResult:
@@ -174,7 +175,7 @@ class Served:
             if ahead and self.client.total(self._t + 1, wait=False) is not None:
                 return self._decide(state)
             step = state.step + ahead
-            if self._held is not None or ahead > self._delay or step >= self.stop or (ahead and self._due(step)):
+            if self._held is not None or ahead > self.delay or step >= self.stop or (ahead and self._due(step)):
                 if not ahead and self._held is not None:
                     held, self._held = self._held, None
                     return idle_step(state, state.loss.totals(held), state.lr)
@@ -188,7 +189,7 @@ class Served:
     def _push(self, state: TrainState, batches: Sequence[MicroBatch], ahead: int) -> None:
         mine = range(self.place.worker, len(batches), self.config.workers)
         totals = state.loss.totals(batches)
-        self.client.wait_for_values(self._t + ahead - self._delay)  # no older ones are used
+        self.client.wait_for_values(self._t + ahead - self.delay)  # no older ones are used
         if self.client.version > self._version:
             self._read(state)
         parts = run_backwards(state, batches, mine, totals, ahead=ahead)
