@@ -56,7 +56,7 @@ class GP:
         """Condition on rows with known hyperparameters."""
         rows = spread_rows(len(y), MAX_ROWS)
         target, centre, scale = _standardised(y[rows])
-        inverse, alpha, _ = _solve(theta, x[rows], target)
+        inverse, alpha, _ = _solve(theta, _kernel(theta, x[rows], x[rows])[0], target)
         return cls(theta, x[rows], target, centre, scale, inverse, alpha)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
@@ -114,10 +114,10 @@ def _kernel(theta: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray
     return decay * (1 + r + r**2 / 3), 5 / 3 * decay * (1 + r)
 
 
-def _solve(theta: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+def _solve(theta: np.ndarray, k: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """The inverse of K + noise, alpha, and the log determinant."""
-    k = _kernel(theta, x, x)[0]
-    k[np.diag_indices(len(x))] += np.exp(theta[-1]) + 1e-8
+    k = k.copy()
+    k[np.diag_indices(len(k))] += np.exp(theta[-1]) + 1e-8
     try:
         factor = np.linalg.cholesky(k)
     except np.linalg.LinAlgError:
@@ -129,8 +129,8 @@ def _solve(theta: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray,
 
 def _objective(theta: np.ndarray, x: np.ndarray, y: np.ndarray, prior: np.ndarray) -> tuple[float, np.ndarray]:
     """The negative log posterior of the hyperparameters and its gradient."""
-    inverse, alpha, log_det = _solve(theta, x, y)
     k, shared = _kernel(theta, x, x)
+    inverse, alpha, log_det = _solve(theta, k, y)
     gap = (theta - prior[:, 0]) / prior[:, 1]
     value = 0.5 * (y @ alpha + log_det) + 0.5 * float(gap @ gap)
     weight = np.outer(alpha, alpha) - inverse

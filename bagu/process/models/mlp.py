@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 HEADS, WIDTH, STEPS, RATE, DECAY, BATCH = 16, 32, 200, 8e-3, 3e-2, 128
+BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,21 @@ class Mlp:
         centre, scale = float(y.mean()), float(y.std()) or 1.0
         generator = torch.Generator().manual_seed(0)
         rows, target = torch.tensor(x, dtype=torch.float32), torch.tensor((y - centre) / scale, dtype=torch.float32)
-        weights = _initial(x.shape[1], generator)
-        optimizer = torch.optim.AdamW(list(weights.values()), lr=RATE, weight_decay=DECAY)
+        start = _initial(x.shape[1], generator)
+        flat = torch.cat([w.flatten() for w in start.values()]).requires_grad_()
+        mean, square = torch.zeros_like(flat), torch.zeros_like(flat)
+
+        def weights() -> dict[str, torch.Tensor]:
+            parts = flat.split([w.numel() for w in start.values()])
+            return {name: part.view(w.shape) for (name, w), part in zip(start.items(), parts, strict=True)}
+
         for step in range(STEPS):
-            for group in optimizer.param_groups:
-                group["lr"] = RATE * min(1.0, 2 * (1 - step / STEPS))
             picked = torch.randperm(len(rows), generator=generator)[:BATCH]
-            loss = (_forward(weights, rows[picked]) - target[picked, None]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return cls({name: w.detach().numpy() for name, w in weights.items()}, centre, scale)
+            loss = (_forward(weights(), rows[picked]) - target[picked, None]).square().mean()
+            slope = torch.autograd.grad(loss, flat)[0]
+            with torch.no_grad():
+                _adamw(flat, slope, mean, square, step + 1, RATE * min(1.0, 2 * (1 - step / STEPS)))
+        return cls({name: w.detach().numpy().copy() for name, w in weights().items()}, centre, scale)
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         import torch
@@ -68,7 +73,7 @@ def _initial(inputs: int, generator: torch.Generator) -> dict[str, torch.Tensor]
     def normal(*shape: int, scale: float) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) * scale
 
-    made = {
+    return {
         "signs": torch.randint(0, 2, (HEADS, inputs), generator=generator).float() * 2 - 1,
         "first": normal(WIDTH, inputs, scale=inputs**-0.5), "first_bias": normal(HEADS, WIDTH, scale=0.1),
         "norm": torch.ones(WIDTH), "norm_bias": torch.zeros(WIDTH),
@@ -76,14 +81,24 @@ def _initial(inputs: int, generator: torch.Generator) -> dict[str, torch.Tensor]
         "second_bias": normal(HEADS, WIDTH, scale=0.1), "out": normal(HEADS, WIDTH, scale=WIDTH**-0.5),
         "out_bias": torch.zeros(HEADS),
     }  # fmt: skip
-    return {name: w.requires_grad_() for name, w in made.items()}
+
+
+def _adamw(
+    flat: torch.Tensor, slope: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int, rate: float
+) -> None:
+    """One step of AdamW, in place. Not torch.optim: its first step imports torch's compiler, 2 s."""
+    mean.lerp_(slope, 1 - BETAS[0])
+    square.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
+    root = (square / (1 - BETAS[1] ** step)).sqrt_().add_(1e-8)
+    flat.mul_(1 - rate * DECAY).addcdiv_(mean, root, value=-rate / (1 - BETAS[0] ** step))
 
 
 def _forward(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """[rows, heads]"""
     from bagu import ops
 
-    hidden = ops.matmul(x[:, None] * w["signs"], w["first"]) + w["first_bias"]
+    first = (w["signs"][:, None] * w["first"]).flatten(0, 1)
+    hidden = ops.matmul(x, first, w["first_bias"].flatten()).unflatten(1, (HEADS, WIDTH))
     hidden = ops.gelu(ops.layer_norm(hidden, w["norm"], w["norm_bias"]))
     hidden = hidden + ops.gelu(ops.matmul(hidden * w["scales"], w["second"]) + w["second_bias"])
     return (hidden * w["out"]).sum(-1) + w["out_bias"]
