@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,13 @@ Lang = Annotated[str, Option("--lang", help="en or zh.")]
 Run = Annotated[Path, Argument(metavar="RUN", help="The folder of a fit.")]
 Given = Annotated[list[str] | None, Option(metavar="NAME=VALUE,…", help="The context. Default: that of the last row.")]
 Limits = Annotated[list[str] | None, Option("--limit", help='A limit, e.g. "purity >= 99.2"; repeatable.')]
+
+
+@process.callback()
+def one_thread() -> None:
+    """Process data: a CSV in, settings one may trust or an honest refusal out."""
+    # Read when numpy is imported. The bits of a BLAS product depend on its threads, and 1,000 rows gain nothing by two.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def show(lines: Iterable[str]) -> None:

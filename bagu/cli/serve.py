@@ -7,6 +7,7 @@ import typer
 from bagu.cli.config_file import ConfigFile
 from bagu.cli.found import check_files, check_model
 from bagu.cli.options import takes
+from bagu.cli.process import one_thread
 from bagu.recipes import serve as recipe
 from bagu.recipes.loader import Loader
 from bagu.recipes.serve import ChatOptions, ServeOptions
@@ -38,6 +39,7 @@ def serve(
       bagu serve Qwen/Qwen3-0.6B --port 9000 --quantization int8
     """
     if (Path(loader.model) / "process.json").is_file():  # a run of process data has a page of its own
+        one_thread()
         from bagu.process.http import main
 
         main(Path(loader.model), server)
