@@ -109,7 +109,7 @@ def fit_target(
     names = list(dict.fromkeys(("mean", "ridge", "gp", *models)))
     done = {name: fitted for name in names if (fitted := load(name)) is not None}
     left_out = {}
-    with ThreadPoolExecutor(1) as pool:  # the child process of the trees has a core of its own, so they are awaited last
+    with ThreadPoolExecutor(1) as pool:  # the trees' child process has a core of its own, so they are awaited last
         missing = sorted((name for name in names if name not in done), key="trees".__eq__)
         asked = x, y, encoder.signs, every, deadline
         beside = pool.submit(_fit_one, "trees", *asked) if "trees" in missing else None

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from bagu.process.fit import fit_target
 from bagu.process.models import trees
@@ -72,6 +74,33 @@ def test_the_mlp_learns_and_gives_the_same_bits() -> None:
     np.testing.assert_array_equal(a.predict(probes), b.predict(probes))
     assert ((a.predict(probes) - truth) ** 2).mean() < 0.35 * truth.var()
     np.testing.assert_array_equal(Mlp.from_arrays(a.arrays()).predict(probes), a.predict(probes))
+
+
+def test_a_head_of_the_mlp_is_a_network_of_its_own() -> None:
+    """The layers of one head without the product that all heads share."""
+    from bagu.process.models.mlp import WIDTH, _forward, _initial
+
+    w = _initial(3, torch.Generator().manual_seed(1))
+    w["out_bias"] = torch.arange(16.0)
+    x = torch.tensor(waves(9, 8)[0], dtype=torch.float32)
+    for head, found in enumerate(_forward(w, x).T):
+        hidden = (x * w["signs"][head]) @ w["first"].T + w["first_bias"][head]
+        hidden = F.gelu(F.layer_norm(hidden, (WIDTH,), w["norm"], w["norm_bias"]))
+        hidden = hidden + F.gelu((hidden * w["scales"][head]) @ w["second"].T + w["second_bias"][head])
+        torch.testing.assert_close(found, hidden @ w["out"][head] + w["out_bias"][head], rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_of_the_mlp_is_that_of_torch_adamw() -> None:
+    from bagu.process.models.mlp import DECAY, _adamw
+
+    flat, peer = torch.ones(5), torch.ones(5, requires_grad=True)
+    state, optimizer = (torch.zeros(5), torch.zeros(5)), torch.optim.AdamW([peer], lr=0.0, weight_decay=DECAY)
+    for step, rate in enumerate((0.1, 0.2, 0.05), start=1):
+        slope = torch.randn(5, generator=torch.Generator().manual_seed(step))
+        peer.grad, optimizer.param_groups[0]["lr"] = slope.clone(), rate
+        optimizer.step()
+        _adamw(flat, slope, *state, step, rate)
+        torch.testing.assert_close(flat, peer.detach())
 
 
 @pytest.mark.skipif(not trees.offered(), reason="LightGBM is not installed")

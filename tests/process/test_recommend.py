@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ from bagu.process.run import Process, create, fit_process, open_run
 from bagu.process.schema import Field, read_schema, write_schema
 from bagu.process.table import Column
 from bagu.process.truth import context_row, measure
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +209,23 @@ def test_whatif_experiments_and_backtest(reactor: Process) -> None:
 def test_a_backtest_asks_about_later_rows(reactor: Process) -> None:
     told = backtest(reactor)
     assert told.asked == 36 and told.half > 0
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core, or not Linux")
+def test_one_core_and_two_give_the_same_bits(tmp_path: Path) -> None:
+    """No minutes: neither trees, whose process has one thread in any case, nor MLP, which takes 6 s longer."""
+    past = history(PLANTS["coating"], 400, 2)
+    data = tmp_path / "d.csv"
+    data.write_text(csv_text(past.table), encoding="utf-8")
+    write_schema(past.schema, tmp_path / "d.toml")
+    environ = {k: v for k, v in os.environ.items() if "THREADS" not in k}
+    for count in (1, 2):
+        command = [sys.executable, "-m", "bagu", "process", "fit", str(data), "--minutes", "0", "--out"]
+        given = partial(os.sched_setaffinity, 0, CORES[:count])
+        subprocess.run([*command, str(tmp_path / str(count))], env=environ, preexec_fn=given, check=True)
+    for name in ("0_gp", "0_ridge"):
+        one, two = ((tmp_path / f"{count}/models/{name}.safetensors").read_bytes() for count in (1, 2))
+        assert one == two
 
 
 FIT = """
