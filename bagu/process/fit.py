@@ -106,20 +106,21 @@ def fit_target(
     rows, y = prepare(table, schema, target)
     x, splits = encoder.of_table(rows), make_splits(rows, schema)
     every = {s.name: s for s in (splits.honest, splits.calibrate, splits.plain)}
-
-    def made(name: str) -> Fitted | str:
-        if (kept := load(name)) is not None:
-            return kept
-        fitted = _fit_one(name, x, y, encoder.signs, every, deadline)
-        if not isinstance(fitted, str):
-            save(name, fitted)
-        return fitted
-
     names = list(dict.fromkeys(("mean", "ridge", "gp", *models)))
-    with ThreadPoolExecutor(2) as pool:  # the slow ones, which come last, first: the MLP, and the process of the trees
-        found = dict(zip(reversed(names), pool.map(made, reversed(names)), strict=True))
-    done = {name: f for name in names if isinstance(f := found[name], Fitted)}
-    left_out = {name: f for name in names if isinstance(f := found[name], str)}
+    done = {name: fitted for name in names if (fitted := load(name)) is not None}
+    left_out = {}
+    with ThreadPoolExecutor(1) as pool:  # the trees' child process has a core of its own, so they are awaited last
+        missing = sorted((name for name in names if name not in done), key="trees".__eq__)
+        asked = x, y, encoder.signs, every, deadline
+        beside = pool.submit(_fit_one, "trees", *asked) if "trees" in missing else None
+        for name in missing:
+            made = beside.result() if beside and name == "trees" else _fit_one(name, *asked)
+            if isinstance(made, str):
+                left_out[name] = made
+                continue
+            save(name, made)
+            done[name] = made
+    done = {name: done[name] for name in names if name in done}
     return _joined(target, rows, schema, x, y, encoder, splits, done, left_out)
 
 
