@@ -14,6 +14,7 @@ from tests.forked import fork_server
 pytestmark = pytest.mark.usefixtures("forked")
 
 
+@pytest.mark.slow
 def test_a_slow_worker_has_the_smaller_share() -> None:
     fork_server()
     found = compare((1.0, 0.25), wait_s=0.04, micro_batches=8, rounds=1)

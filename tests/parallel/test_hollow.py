@@ -113,7 +113,10 @@ def check(group: Ranks, case: Case, folder: Path) -> None:
         assert {digest for _, digest in results} == {digest_of(frozen) if frozen else None}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+QUICK = ("zero 1", "zero 3", "tp", "ep", "interleaved", "zero 3, bf16, tied", "tp, odd vocabulary", "pp, lora")
+
+
+@pytest.mark.parametrize("case", of_cases(CASES, *QUICK))
 def test_two_ranks_start_with_the_bits_of_one_device(two: Ranks, case: Case, tmp_path: Path) -> None:
     check(two, case, tmp_path)
 

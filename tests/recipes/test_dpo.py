@@ -226,6 +226,7 @@ def test_a_paused_kto_run_resumes_to_the_same_bits(run: Run, tmp_path: Path) -> 
     assert state["loss"]["kl"] == rows_of(tmp_path / "run")[-1]["kl_nats"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 def test_a_killed_run_resumes_to_the_same_bits(run: Run, tmp_path: Path, forkserver: Any) -> None:
     """The process is killed after its fifth step, whether or not the thread that saves step 4 is done."""

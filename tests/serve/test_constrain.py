@@ -132,7 +132,7 @@ LONG = {  # its keys have more tokens than are forced at once
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_forced_tokens_are_those_that_would_be_sampled(
     model: Transformer, tokenizer: BpeTokenizer, overlap: bool
 ) -> None:

@@ -159,6 +159,7 @@ def test_more_than_there_is_is_refused() -> None:
         ReplicaOptions(replicas="2x cpu", min_replicas=3).replication(cores=4, gpus=0)
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_at_all_replicas_and_again_after_a_crash(tmp_path: Path) -> None:
     saved_adapter(tiny_load()[0], tmp_path / "one", 1)
     flags = ("--replicas", "cpu,cpu", "--router", "rr", "--max-adapters", "2", "--adapter-root", str(tmp_path))
