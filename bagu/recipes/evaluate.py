@@ -26,6 +26,7 @@ from bagu.eval.words import p_value, scale_of
 from bagu.machine.terminal import Terminal
 from bagu.recipes.lookup import WAYS, finder, lookup_task
 from bagu.recipes.verbs import CompareOptions, EvalOptions
+from bagu.retrieve.prompt import most_passages
 from bagu.runs.plain_progress import PlainLines
 from bagu.runs.progress import draws
 
@@ -95,7 +96,8 @@ def _tasks(given: EvalOptions, max_len: int) -> list[Task]:
         what = "the task lookup needs an index" if given.index is None else "--with, and no task lookup"
         raise ArgumentError(what, hint="bagu eval MODEL lookup --with INDEX; without one, lookup_given")
     names = [name for name in given.tasks if name != "lookup"]
-    asked = [] if given.index is None else [lookup_task(name, finder(given.index, max_len)) for name in WAYS]
+    most = most_passages(given.passages, given.index)
+    asked = [] if given.index is None else [lookup_task(name, finder(given.index, max_len, most)) for name in WAYS]
     if given.judge is None:
         return [*asked, *(find_task(name, max_len) for name in names)]
     from bagu.recipes.judges import judge_of

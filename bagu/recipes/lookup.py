@@ -17,7 +17,7 @@ from bagu.eval.grades import each
 from bagu.eval.model import Decoding
 from bagu.eval.task import Item, Task, TaskError
 from bagu.retrieve.cite import MARK, Citation, citations
-from bagu.retrieve.prompt import Shown, with_passages
+from bagu.retrieve.prompt import PASSAGES, Shown, with_passages
 
 ITEMS = 240
 WAYS = ("lookup", "lookup_given", "lookup_without")
@@ -72,8 +72,8 @@ def _right(item: Item, text: str) -> float:
     return float(re.findall(r"\d+", MARK.sub("", text)) == [item.answer])
 
 
-def finder(index: Path, longest: int) -> Find:
-    """The passages that `bagu chat --with` shows a model of `longest` tokens for a question."""
+def finder(index: Path, longest: int, most: int = PASSAGES) -> Find:
+    """The passages, at most so many, that `bagu chat --with` shows a model of `longest` tokens for a question."""
     from bagu.recipes.embedder import ModelEmbedder
     from bagu.retrieve.command import open_embedder
     from bagu.retrieve.conversation import Conversation
@@ -83,7 +83,7 @@ def finder(index: Path, longest: int) -> Find:
     embedder = open_embedder(store, None, ModelEmbedder)
 
     def find(question: str) -> Mapping[int, Shown]:
-        conversation = Conversation(store, embedder, longest=longest)
+        conversation = Conversation(store, embedder, k=most, longest=longest)
         conversation.ask(question)
         return conversation.read
 

@@ -11,6 +11,7 @@ from bagu.errors import BaguError
 from bagu.machine.cores import available_cores
 from bagu.machine.openmp import wait_briefly
 from bagu.recipes.loader import Loader
+from bagu.retrieve.prompt import most_passages
 from bagu.serve.config import EngineConfig
 from bagu.serve.http.options import ServerOptions
 from bagu.serve.replicas.options import ReplicaOptions
@@ -40,6 +41,7 @@ class ChatOptions:
         Path | None,
         Option("Answer from the documents of this index, with sources.", flags=("--with",), metavar="INDEX"),
     ] = None
+    passages: Annotated[int | None, Option("Most passages of --with for a question. Default: 4.")] = None
     tokenizer: Annotated[str | None, TOKENIZER] = None
     dtype: Annotated[str, MODEL_DTYPE] = "auto"
     api_key: Annotated[str | None, API_KEY] = None
@@ -124,7 +126,7 @@ def chat_main(options: ChatOptions) -> int:
     from bagu.serve.chat.clients import EngineChat, HttpChat
 
     model, settings = options.model, options.sampling
-    documents = None
+    most, documents = most_passages(options.passages, options.index), None
     if options.index is not None:
         from bagu.recipes.embedder import ModelEmbedder
         from bagu.retrieve.command import open_embedder
@@ -132,7 +134,7 @@ def chat_main(options: ChatOptions) -> int:
         from bagu.retrieve.store import Store
 
         store = Store(options.index, read_only=True)
-        documents = Conversation(store, open_embedder(store, None, ModelEmbedder))
+        documents = Conversation(store, open_embedder(store, None, ModelEmbedder), k=most)
     show = partial(terminal.main, system=options.system, prompt=options.prompt, documents=documents)
     if model.startswith(("http://", "https://")):
         given = [f"--{k}" for k in ("tokenizer", "device", "dtype") if getattr(options, k) not in (None, "auto")]

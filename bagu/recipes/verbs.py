@@ -130,6 +130,7 @@ class EvalOptions:
     index: Annotated[
         Path | None, Option("The index that `lookup` searches, from `bagu index`.", flags=("--with",), metavar="INDEX")
     ] = None
+    passages: Annotated[int | None, Option("Most passages of --with that the model is shown. Default: 4.")] = None
     few_shot: Annotated[int | None, Option("Number of examples before each question.")] = None
     normalization: Annotated[str | None, Option("Log-likelihoods: raw, characters, tokens or pmi.")] = None
     seed: Annotated[int, Option("Seed for the choice of examples.")] = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bagu.retrieve.cite import Citation, citations
 from bagu.retrieve.core import Embedder, search
-from bagu.retrieve.prompt import fitting, with_passages
+from bagu.retrieve.prompt import PASSAGES, fitting, with_passages
 from bagu.retrieve.store import Passage, Store
 
 
@@ -19,7 +19,7 @@ class Conversation:
 
     store: Store
     embedder: Embedder | None = None
-    k: int = 4
+    k: int = PASSAGES
     longest: int = 4096  # tokens of the model's longest sequence
     read: dict[int, Passage] = field(default_factory=dict)
     last: tuple[int, ...] = ()  # numbers of the last question

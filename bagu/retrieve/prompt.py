@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from bagu.errors import ArgumentError
 from bagu.retrieve.split import tokens
 
 INTRODUCTION = (
@@ -22,7 +23,16 @@ class Shown(Protocol):
 
 
 T = TypeVar("T", bound=Shown)
+PASSAGES = 4  # for a question, at most
 SHARE = 3  # passages take at most this part of a model's longest sequence
+
+
+def most_passages(given: int | None, index: object) -> int:
+    """The value of --passages, which needs an index."""
+    if given is not None and (index is None or given < 1):
+        what = f"--passages {given} without --with" if index is None else f"--passages is {given}"
+        raise ArgumentError(what, hint="give --with INDEX, and 1 or more passages")
+    return PASSAGES if given is None else given
 
 
 def fitting(passages: Iterable[T], longest: int) -> list[T]:

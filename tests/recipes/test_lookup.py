@@ -116,6 +116,14 @@ def test_lookup_and_an_index_belong_together(tmp_path: Path) -> None:
     for args, words in (
         (["lookup"], "the task lookup needs an index"),
         (["recall", "--with", str(tmp_path)], "--with, and no task lookup"),
+        (["lookup", "--with", str(tmp_path), "--passages", "0"], "--passages is 0"),
+        (["recall", "--passages", "2"], "--passages 2 without --with"),
     ):
         result = CliRunner().invoke(cli.app, ["eval", str(tmp_path / "model"), *args])
         assert result.exit_code != 0 and words in str(result.exception) + result.output
+
+
+def test_fewer_passages_are_shown_if_that_is_asked(index: Path) -> None:
+    item = next(iter(lookup_task("lookup", finder(index, 4096, 1)).items()))
+    content = str(item.messages[0]["content"])
+    assert "[1] " in content and "[2] " not in content and item.facts["fact"] in content
