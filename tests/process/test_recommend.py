@@ -211,6 +211,7 @@ def test_a_backtest_asks_about_later_rows(reactor: Process) -> None:
     assert told.asked == 36 and told.half > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(CORES) < 2, reason="one core, or not Linux")
 def test_one_core_and_two_give_the_same_bits(tmp_path: Path) -> None:
     """No minutes: neither trees, whose process has one thread in any case, nor MLP, which takes 6 s longer."""

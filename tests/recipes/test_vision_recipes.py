@@ -100,6 +100,7 @@ def test_best_iou_and_kmeans():
     assert len(found[:20].unique()) == len(found[20:].unique()) == 1 and found[0] != found[-1]
 
 
+@pytest.mark.slow
 def test_train_writes_scores_and_a_page_with_pictures(tmp_path, monkeypatch):
     monkeypatch.setitem(runs.RECIPES, "groupvit", lambda: tiny("groupvit"))
     train_main(TrainOptions(recipe="groupvit", out=tmp_path / "g", steps=2))

@@ -55,6 +55,7 @@ def start() -> Iterator[on_ray.OnRay]:
     started.ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_server_actor_is_killed_and_its_values_stay(start: on_ray.OnRay) -> None:
     place = new_group(3)
     manager = start(place, COMMANDS["manager"])
