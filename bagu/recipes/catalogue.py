@@ -7,6 +7,7 @@ from pathlib import Path
 from bagu.data.corpus import STDLIB, SourceConfig
 from bagu.data.loader import DataConfig
 from bagu.errors import BaguError, UnknownName
+from bagu.nn.config import Rope
 from bagu.nn.presets import preset
 from bagu.recipes.run import LoraConfig, Run, TokenizerConfig
 from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig
@@ -36,18 +37,19 @@ def small() -> Run:
 
 
 def reader() -> Run:
-    """1M parameters that learn to answer from passages, on notes of `bagu data facts`; minutes on two CPU cores.
-
-    These steps teach the form of the answers, and not yet to copy the values; twice as many do not either (journal
-    019). Muon's rate is that of `small`; notes differ in names and values alone, so that none is removed as a copy.
-    """
-    run = small()
-    return replace(
-        run, model=preset("cpu_1m"), tokenizer=TokenizerConfig(vocab_size=768), dedup=None,
-        data=replace(run.data, packing="whole"),
-        train=replace(
-            run.train, steps=240, eval_every=120, sample_every=None, save_every=120,
-            schedule=replace(run.train.schedule, decay_share=0.4),
+    """0.4M parameters, new, that learn from the chats of `bagu data facts` to answer from passages; minutes on two CPU
+    cores."""
+    return Run(
+        objective=SupervisedFineTuning(new_weights=True), sources={"chats": SourceConfig()},
+        model=replace(
+            preset("cpu_1m"), vocab_size=1536, hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=16,
+            intermediate_size=256, positions=Rope(base=500.0),
+        ),
+        tokenizer=TokenizerConfig(vocab_size=1536), data=DataConfig(context=512, rows=4, packing="whole"),
+        train=TrainConfig(
+            steps=4000, eval_every=500, save_every=500, optimizer=OptimizerConfig(kind="muon", lr=0.01),
+            schedule=ScheduleConfig(kind="wsd", warmup_steps=50, decay_share=0.4),
+            stability=StabilityConfig(spike_threshold=None),
         ),
     )  # fmt: skip
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import tokenizers
 
 from bagu.data.chat_template import DEFAULT_TEMPLATE
+from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.corpus import Corpus, TextCorpus
-from bagu.data.document import AnyDocument
+from bagu.data.document import AnyDocument, Document
 from bagu.data.split import sample
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 from bagu.errors import BaguError
@@ -42,10 +43,10 @@ def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], o
 
 
 def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> BpeTokenizer:
-    """A byte-level BPE with bagu's chat template, trained only on the training text."""
-    texts: list[TextCorpus] = []
+    """A byte-level BPE with bagu's chat template, trained only on the training text, or on the messages of chats."""
+    texts: list[TextCorpus | ChatCorpus] = []
     for name, corpus in corpora.items():
-        if not isinstance(corpus, TextCorpus):
+        if not isinstance(corpus, TextCorpus | ChatCorpus):
             raise BaguError(
                 f"a tokenizer is trained on text, and source {name!r} is not text",
                 hint="set tokenizer.path, or start from a model that has a tokenizer (init_from)",
@@ -53,8 +54,16 @@ def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> B
         texts.append(corpus)
 
     def documents() -> Iterator[AnyDocument]:
-        return (document for corpus in texts for document in corpus.documents("train"))
+        return (document for corpus in texts for document in _documents(corpus))
 
     total = sum(document.num_bytes for document in documents())
     chosen = sample(documents(), max_bytes=round(config.max_mb * MB), total_bytes=total)
     return BpeTokenizer.train(chosen, vocab_size=config.vocab_size or 4096, chat_template=DEFAULT_TEMPLATE)
+
+
+def _documents(corpus: TextCorpus | ChatCorpus) -> Iterator[AnyDocument]:
+    if isinstance(corpus, TextCorpus):
+        yield from corpus.documents("train")
+    else:
+        for number, text in enumerate(corpus.training_texts()):
+            yield Document(id=f"{corpus.name}:{number}", text=text)

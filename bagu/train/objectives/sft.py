@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: predict the assistant's tokens of a chat, starting from a pretrained model.
+"""Supervised fine-tuning: predict the assistant's tokens of a chat, starting from a pretrained model, or from new
+weights where the chats alone teach their language.
 
 Chats are tokenized whole. If some are longer than the context, a second store has them cut at turns
 (bagu/data/chat_cut.py). What the plan, data.json and the report say about long chats is the difference of the two.
@@ -30,12 +31,14 @@ COUNTS = ("chats_cut", "chats_left_out", "answer_tokens_left_out")  # in data.js
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedFineTuning(TokenObjective):
-    """The assistant's tokens of a chat are the targets."""
+    """The assistant's tokens of a chat are the targets. `new_weights` says that the run may start without a model."""
 
     kind: Literal["sft"] = "sft"
+    new_weights: bool = False
 
     def check_run(self, run: RunSettings) -> None:
-        check_pretrained(self.kind, run)
+        if not self.new_weights:
+            check_pretrained(self.kind, run)
 
     def check_model(self, model: ModelConfig) -> None:
         check_causal(self.kind, model)
