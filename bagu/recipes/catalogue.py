@@ -42,10 +42,10 @@ def reader() -> Run:
     return Run(
         objective=SupervisedFineTuning(new_weights=True), sources={"chats": SourceConfig()},
         model=replace(
-            preset("cpu_1m"), vocab_size=1536, hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=16,
+            preset("cpu_1m"), vocab_size=1728, hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=16,
             intermediate_size=256, positions=Rope(base=500.0),
         ),
-        tokenizer=TokenizerConfig(vocab_size=1536), data=DataConfig(context=512, rows=4, packing="whole"),
+        tokenizer=TokenizerConfig(vocab_size=1728), data=DataConfig(context=512, rows=4, packing="whole"),
         train=TrainConfig(
             steps=4000, eval_every=500, save_every=500, optimizer=OptimizerConfig(kind="muon", lr=0.01),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=50, decay_share=0.4),

@@ -224,7 +224,7 @@ def _next_command(run: Run, done: Trained, out: Path) -> str:
         return f"bagu index DOCUMENTS --out idx --embedder {out}"
     if run.objective.kind in ("mlm", "reward"):
         return f"bagu serve {out}"
-    if done.tokenizer.chat_template is not None and run.init_from is not None:
+    if done.tokenizer.chat_template is not None and (run.init_from is not None or run.objective.kind == "sft"):
         return f"bagu chat {out}"
     return f"bagu eval {out} continue4, or bagu train CHATS --recipe sft --from {out} --out runs/sft"
 

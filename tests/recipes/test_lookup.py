@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from bagu import cli
 from bagu.data.facts import held_out, training
+from bagu.data.tokenizer import BpeTokenizer
 from bagu.eval.model import Decoding, Message
 from bagu.eval.score import evaluate
 from bagu.eval.task import TaskError
@@ -22,6 +24,7 @@ from bagu.recipes.models import save_model
 from bagu.retrieve.facts import write_facts
 from bagu.retrieve.store import Store
 from bagu.retrieve.update import Chunking, update
+from tests.command import bagu
 from tests.eval.real_model import tokenizer, transformer
 
 
@@ -69,9 +72,25 @@ def test_facts_of_the_task_are_in_no_text_to_train_on() -> None:
 def test_texts_to_train_on_cite_the_passage_that_answers(index: Path) -> None:
     chats = [json.loads(line)["messages"] for line in (index.parent / "chats.jsonl").open()]
     perfect = Reader(cite=lambda number: f" [{number}]")
-    assert all(perfect.generate_chat([chat[:1]], Decoding()) == [[chat[1]["content"]]] for chat in chats[:300])
-    notes = [json.loads(line)["text"] for line in (index.parent / "notes.jsonl").open()]
-    assert all(note.startswith("Passages from documents") and "\nAnswer: The " in note for note in notes)
+    turns = Counter(len(chat) // 2 for chat in chats[:300])
+    assert set(turns) == {2, 4}  # one passage has two facts, and a chat at most four questions
+    for chat in chats[:300]:
+        shown, first = chat[0]["content"].split("Question: ")
+        for asked, answer in zip([first, *(m["content"] for m in chat[2::2])], chat[1::2], strict=True):
+            message = {"role": "user", "content": shown + asked}
+            assert perfect.generate_chat([[message]], Decoding()) == [[answer["content"]]]
+
+
+def test_the_recipe_learns_from_chats_alone(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """New weights, and a tokenizer of the messages in which names have two parts and most values are one token."""
+    (tmp_path / "chats.jsonl").write_text("".join((index.parent / "chats.jsonl").open().readlines()[:2000]))
+    sets = ["train.steps=3", "train.eval_every=null", "train.save_every=null", "dtype=fp32", "eval_batches=1"]
+    args = ["--recipe", "reader", "--out", tmp_path / "run", *(part for s in sets for part in ("--set", s))]
+    assert bagu("train", tmp_path / "chats.jsonl", *args) == 0
+    assert f"next: bagu chat {tmp_path / 'run'}" in capsys.readouterr().out
+    words = BpeTokenizer.load(tmp_path / "run/model")
+    assert len(words.encode("The depth of Tarvo is")) == 6 and len(words.encode("[1]")) == 3
+    assert sum(len(words.encode(f" {value}")) == 1 for value in range(100, 1000)) > 450
 
 
 @pytest.mark.parametrize(
