@@ -7,8 +7,8 @@ from pathlib import Path
 
 import tokenizers
 
-from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.chat_corpus import ChatCorpus
+from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import Corpus, TextCorpus
 from bagu.data.document import AnyDocument, Document
 from bagu.data.split import sample
