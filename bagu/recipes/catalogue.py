@@ -42,8 +42,8 @@ def reader() -> Run:
     return Run(
         objective=SupervisedFineTuning(new_weights=True), sources={"chats": SourceConfig()},
         model=replace(
-            preset("cpu_1m"), vocab_size=1728, hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=6, head_dim=16,
-            intermediate_size=256, positions=Rope(base=500.0),
+            preset("cpu_1m"), vocab_size=1728, hidden_size=96, num_layers=3, num_heads=3, num_kv_heads=3, head_dim=32,
+            intermediate_size=256, positions=Rope(base=500.0), qk_norm=True, windows=(6, None, None),
         ),
         tokenizer=TokenizerConfig(vocab_size=1728), data=DataConfig(context=512, rows=4, packing="whole"),
         train=TrainConfig(
