@@ -29,7 +29,7 @@ def data_facts(
     out: Annotated[Path, Argument(help="The folder to write.")] = Path("facts"),
     seed: Annotated[int, Option(help="Of the names and values to train on; the documents are always the same.")] = 0,
 ) -> None:
-    """Write made-up documents for the task lookup, and texts and chats to train a model that reads them.
+    """Write made-up documents for the task lookup, and chats to train a model that reads them.
 
     Examples:
       bagu data facts facts

@@ -10,6 +10,7 @@ from typing import Any
 
 from bagu.data.chat_source import ChatJsonlSource
 from bagu.data.corpus import Part, Selection, SourceConfig, TextCorpus, library_of_rows
+from bagu.data.document import Document
 from bagu.data.renamed import renamed_copies
 from bagu.data.source import Conversation
 from bagu.data.split import held_ids
@@ -64,10 +65,13 @@ class ChatCorpus:
         held_out = frozenset(name for d in text.documents("validation") for name in DEFINED.findall(d.text))
         return renamed_copies(found, self.config.renamed, taken=held_out, seed=self.selection.seed)
 
+    def documents(self, part: Part) -> Iterator[Document]:
+        """The messages of each chat, one after another, as a text."""
+        for chat in self.conversations(part):
+            yield Document(id=chat.id, text="\n".join(str(message["content"]) for message in chat.messages))
+
     def training_texts(self) -> Iterator[str]:
-        """The messages of each chat, one after another."""
-        for chat in self.conversations("train"):
-            yield "\n".join(str(message["content"]) for message in chat.messages)
+        return (document.text for document in self.documents("train"))
 
     def sharing(self, text: TextCorpus) -> ChatCorpus:
         """The same chats made from a corpus that is read already, if it selects the same documents."""

@@ -37,7 +37,7 @@ def small() -> Run:
 
 
 def reader() -> Run:
-    """0.4M parameters, new, that learn from the chats of `bagu data facts` to answer from passages; minutes on two CPU
+    """0.5M parameters, new, that learn from the chats of `bagu data facts` to answer from passages; minutes on two CPU
     cores."""
     return Run(
         objective=SupervisedFineTuning(new_weights=True), sources={"chats": SourceConfig()},

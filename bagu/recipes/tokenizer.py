@@ -10,7 +10,7 @@ import tokenizers
 from bagu.data.chat_corpus import ChatCorpus
 from bagu.data.chat_template import DEFAULT_TEMPLATE
 from bagu.data.corpus import Corpus, TextCorpus
-from bagu.data.document import AnyDocument, Document
+from bagu.data.document import AnyDocument
 from bagu.data.split import sample
 from bagu.data.tokenizer import SPECIAL_TOKENS, BpeTokenizer
 from bagu.errors import BaguError
@@ -54,16 +54,8 @@ def train_tokenizer(corpora: Mapping[str, Corpus], config: TokenizerConfig) -> B
         texts.append(corpus)
 
     def documents() -> Iterator[AnyDocument]:
-        return (document for corpus in texts for document in _documents(corpus))
+        return (document for corpus in texts for document in corpus.documents("train"))
 
     total = sum(document.num_bytes for document in documents())
     chosen = sample(documents(), max_bytes=round(config.max_mb * MB), total_bytes=total)
     return BpeTokenizer.train(chosen, vocab_size=config.vocab_size or 4096, chat_template=DEFAULT_TEMPLATE)
-
-
-def _documents(corpus: TextCorpus | ChatCorpus) -> Iterator[AnyDocument]:
-    if isinstance(corpus, TextCorpus):
-        yield from corpus.documents("train")
-    else:
-        for number, text in enumerate(corpus.training_texts()):
-            yield Document(id=f"{corpus.name}:{number}", text=text)
