@@ -85,8 +85,8 @@ def test_the_recipe_learns_from_chats_alone(index: Path, tmp_path: Path, capsys:
     """New weights, and a tokenizer of the messages in which names have two parts and most values are one token."""
     (tmp_path / "chats.jsonl").write_text("".join((index.parent / "chats.jsonl").open().readlines()[:2000]))
     sets = ["train.steps=3", "train.eval_every=null", "train.save_every=null", "dtype=fp32", "eval_batches=1"]
-    args = ["--recipe", "reader", "--out", tmp_path / "run", *(part for s in sets for part in ("--set", s))]
-    assert bagu("train", tmp_path / "chats.jsonl", *args) == 0
+    changed = [part for s in sets for part in ("--set", s)]
+    assert bagu("train", tmp_path / "chats.jsonl", "--recipe", "reader", "--out", tmp_path / "run", *changed) == 0
     assert f"next: bagu chat {tmp_path / 'run'}" in capsys.readouterr().err
     words = BpeTokenizer.load(tmp_path / "run/model")
     assert len(words.encode("The depth of Tarvo is")) == 6 and len(words.encode("[1]")) == 3
