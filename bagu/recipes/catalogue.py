@@ -37,11 +37,9 @@ def small() -> Run:
 
 
 def reader() -> Run:
-    """0.5M parameters, new, that learn from the chats of `bagu data facts` to copy values from passages.
-
-    Each value is one token. The first layer sees six tokens: attribute, name and value. Which value is asked for is not
-    learned in 1,880 steps (journal 019). The gradient norm rises when copying begins, so that no step is refused.
-    """
+    """0.5M parameters, new, that learn to copy values from passages, on chats of `bagu data facts`. The first layer sees
+    six tokens: attribute, name, value. 1,880 steps do not teach which value is asked for (journal 019). The gradient
+    norm rises when copying begins, so that no step is refused."""
     return Run(
         objective=SupervisedFineTuning(new_weights=True), sources={"chats": SourceConfig()},
         model=replace(
