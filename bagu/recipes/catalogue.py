@@ -37,7 +37,7 @@ def small() -> Run:
 
 
 def reader() -> Run:
-    """0.5M parameters, new, that learn to copy values from passages, on chats of `bagu data facts`. The first layer sees
+    """0.5M parameters, new, that copy values from passages, on chats of `bagu data facts`. The first layer sees
     six tokens: attribute, name, value. 1,880 steps do not teach which value is asked for (journal 019). The gradient
     norm rises when copying begins, so that no step is refused."""
     return Run(
