@@ -106,11 +106,14 @@ COMPILED = (
     "attention",
     "linear_cross_entropy_loss",
 )  # C++ or raw memory
-BESIDE = [(s, "triton") for s in TRITON] + [(SPECS[name], "torch") for name in COMPILED]
+BESIDE = [
+    pytest.param(spec, backend, id=f"{spec.name}-{backend}", marks=pytest.mark.slow if i % 2 else ())
+    for i, (spec, backend) in enumerate([*((s, "triton") for s in TRITON), *((SPECS[n], "torch") for n in COMPILED)])
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect of Linux")
-@pytest.mark.parametrize("spec, backend", [pytest.param(*p, id=f"{p[0].name}-{p[1]}") for p in BESIDE])
+@pytest.mark.parametrize("spec, backend", BESIDE)
 def test_nothing_beside_a_tensor_is_read(spec: OpSpec, backend: str) -> None:
     """The last elements of rows and blocks that are not full, at the end of the memory; the first ones at its start."""
 

@@ -82,7 +82,7 @@ def differences(case: Case, ranks: Ranks, alone: Alone) -> tuple[float, float]:
 
 
 QUICK = (
-    "data parallel", "zero 1", "zero 2", "zero 3", "data parallel, accumulated", "zero 3, accumulated", "muon, zero 3",
+    "data parallel", "zero 1", "zero 3", "zero 3, accumulated", "muon, zero 3",
     "lion, zero 2", "dropout", "experts", "recomputed", "lora", "offloaded, zero 3", "fp8, zero 2",
 )  # fmt: skip
 

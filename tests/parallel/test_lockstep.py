@@ -27,7 +27,7 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_by_all(case: Case, two: Ranks
     assert two.run(lockstep.poisoned, case) == [([None, reason, None], [2, 3])] * 2
 
 
-@pytest.mark.parametrize("case", MODES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", of_cases(MODES, "data parallel", "tp", "pp"))
 def test_ranks_evaluate_and_sample_together(case: Case, two: Ranks) -> None:
     case = replace(case, name="", steps=3, options={"eval_every": 1, "sample_every": 1})
     (losses, texts), (silent, nothing) = two.run(lockstep.evaluated, case, alone=False)

@@ -45,10 +45,10 @@ def naive(model: Transformer, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"num_blocks": 22},  # preemption
         {"max_num_batched_tokens": 9, "max_num_seqs": 4},  # chunks that end inside blocks
-        {"prefix_cache": False, "async_scheduling": True},
+        pytest.param({"prefix_cache": False, "async_scheduling": True}, marks=pytest.mark.slow),
         {"speculative": "ngram", "speculative_always": True},
         {"invariant": True},
     ],

@@ -100,6 +100,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.slow
 def test_health_depends_on_the_age_of_the_last_step(mortal: Running) -> None:
     engine = mortal.engine_pid()
     os.kill(engine, signal.SIGSTOP)

@@ -106,7 +106,7 @@ def test_a_step_equals_plain_torch() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "lion"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_it_learns(kind: str, dtype: torch.dtype) -> None:
     lr = 0.008 if kind == "lion" else 0.02
     state = TrainState(model(dtype), TrainConfig(steps=40, optimizer=OptimizerConfig(kind=kind, lr=lr)))

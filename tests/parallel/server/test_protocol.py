@@ -104,8 +104,10 @@ def finish(cluster: Cluster, updates: int) -> None:
     check(cluster, updates)
 
 
-@pytest.mark.parametrize("fate", ["kill", "sleep"])
-@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize(
+    ("delay", "fate"),
+    [(0, "kill"), (2, "sleep"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, "sleep"), (2, "kill")))],
+)
 def test_a_death_at_every_message_of_a_run(fate: str, delay: int) -> None:
     """2 workers, 3 updates, 3 servers: the victim dies (or sleeps, and wakes with an old map) before each message k."""
     k, reached = 0, True

@@ -105,8 +105,7 @@ def run(case: Case, local: Local, served: ServedConfig) -> dict[int, Any]:
     [
         ("sgd", 2),
         ("adamw", 4),
-        ("lion", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sgd", 1), ("adamw", 2), ("lion", 4))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sgd", 1), ("adamw", 2), ("lion", 2), ("lion", 4))),
     ],
 )
 def test_delay_0_equals_the_run_in_one_process(kind: str, workers: int, local: Any) -> None:
