@@ -124,10 +124,10 @@ class Manager:
         if late > BEAT_S:  # this process did not run: heartbeats that came meanwhile are not read yet
             for member in self.members.values():
                 member.seen = min(now, member.seen + late)
-        heard = {slot for slot, member in self.members.items() if now - member.seen <= SILENT_S}
+        alive = {slot for slot, member in self.members.items() if now - member.seen <= SILENT_S}
         for slot, member in list(self.members.items()):
             last = any(
-                self._has(slot, number) and not any(self._has(other, number) for other in heard - {slot})
+                self._has(slot, number) and not any(self._has(other, number) for other in alive - {slot})
                 for number in member.versions
             )
             if now - member.seen > (LAST_SILENT_S if last else SILENT_S):
