@@ -34,7 +34,12 @@ Load = Callable[[], tuple[Transformer, Any, Any]]  # the model, and what this be
 Timed = tuple[str, int | None, Measured]  # implementation, streams
 PLAIN, BASE = "bagu without drafts", "bagu without adapters"
 LEAST_LEN = 4096  # minimum max_model_len of the engine, as in nano-vllm's benchmark
-SHAPES = ("cpu_8m", "smollm_135m", "qwen3_0_6b")  # presets with random weights: speed does not depend on the values
+SHAPES = (
+    "cpu_8m",
+    "smollm_135m",
+    "qwen3_0_6b",
+    "llama_8b",
+)  # presets with random weights: speed does not depend on the values
 
 
 def main(

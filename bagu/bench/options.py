@@ -11,7 +11,7 @@ from bagu.config.options import Argument, Option
 
 RESULTS_HELP = "The folder of results. Default: benchmarks/results or a subfolder."
 ROUNDS = Option("How many times to run all implementations, in turn.")
-SHAPE = Option("cpu_8m, smollm_135m or qwen3_0_6b, with random weights.")
+SHAPE = Option("cpu_8m, smollm_135m, qwen3_0_6b or llama_8b, with random weights.")
 SHARED_PREFIX = Option("Number of leading tokens that all prompts have in common.")
 INPUTS = Option("Range of prompt lengths. Default: 32-128, or what fits.", parse=Lengths.parse)
 OUTPUTS = Option("Range of output lengths. Default: 32-128, or what fits.", parse=Lengths.parse)
@@ -56,7 +56,7 @@ class TrainBench:
 @dataclass(frozen=True, kw_only=True)
 class ConstrainedBench:
     model: Annotated[str | None, Argument("A model. Default: random weights of --shape.", metavar="MODEL")] = None
-    shape: Annotated[str | None, Option("cpu_8m, smollm_135m or qwen3_0_6b.")] = None
+    shape: Annotated[str | None, Option("cpu_8m, smollm_135m, qwen3_0_6b or llama_8b.")] = None
     schema: Annotated[Path | None, Option("A file with a JSON schema. Default: a list of three people.")] = None
     streams: Annotated[int, Option("Number of streams that decode at once.")] = 32
     prompt: int = 64  # tokens
@@ -97,7 +97,7 @@ class GrpoBench:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalBench:
-    shape: Annotated[str | None, Option("cpu_8m, smollm_135m or qwen3_0_6b; random weights.")] = None
+    shape: Annotated[str | None, Option("cpu_8m, smollm_135m, qwen3_0_6b or llama_8b; random weights.")] = None
     items: Annotated[int, Option("Number of four-way items, in all rounds together.")] = 10_000
     rounds: Annotated[int, ROUNDS] = 4
 
@@ -170,7 +170,7 @@ class SharesBench:
 @dataclass(frozen=True, kw_only=True)
 class EngineBench:
     model: Annotated[str | None, Argument("A model. Default: random weights of --shape.", metavar="MODEL")] = None
-    shape: Annotated[str | None, Option("cpu_8m, smollm_135m or qwen3_0_6b.")] = None
+    shape: Annotated[str | None, Option("cpu_8m, smollm_135m, qwen3_0_6b or llama_8b.")] = None
     requests: Annotated[int | None, Option("Number of requests. Default: 256 on a GPU, 32 on a CPU.")] = None
     inputs: Annotated[Lengths | None, Option("Range of prompt lengths, e.g. 100-1024.", parse=Lengths.parse)] = None
     outputs: Annotated[Lengths | None, Option("Range of output lengths, e.g. 100-1024.", parse=Lengths.parse)] = None

@@ -38,16 +38,7 @@ SHAPES = {
     ),
     "llama_8b_4": Shape(
         why="four of the 32 layers of Llama 3's 8B shape, and an eighth of its vocabulary: 1.0B parameters",
-        model=replace(
-            preset("llama_1b"),
-            vocab_size=16_032,
-            hidden_size=4096,
-            num_layers=4,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            intermediate_size=14_336,
-        ),
+        model=replace(preset("llama_8b"), vocab_size=16_032, num_layers=4, max_len=2048),
         lengths=(2048,) * 8,
     ),
     "gpt_d20": Shape(why="nanochat's depth 20: 480M parameters", model=preset("gpt_d20"), lengths=(2048,) * 32),

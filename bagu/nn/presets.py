@@ -49,6 +49,10 @@ PRESETS: dict[str, ModelConfig] = {
         vocab_size=32000, hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, head_dim=64,
         intermediate_size=5632, max_len=2048,
     ),
+    "llama_8b": ModelConfig(  # Llama 3 8B
+        vocab_size=128_256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+        intermediate_size=14_336, max_len=8192, positions=Rope(base=500_000.0),
+    ),
 }  # fmt: skip
 
 

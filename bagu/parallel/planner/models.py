@@ -11,10 +11,7 @@ from bagu.nn.families import family_of
 from bagu.nn.position_choices import Learned
 from bagu.nn.presets import PRESETS
 
-_8B = ModelConfig(
-    vocab_size=128_256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
-    intermediate_size=14_336, max_len=8192,
-)  # fmt: skip
+_8B = PRESETS["llama_8b"]
 _LAYER_NORM = NormConfig(kind="layer", eps=1e-5, bias=True)
 MODELS: dict[str, ModelConfig] = {
     **PRESETS,
