@@ -47,7 +47,6 @@ ELSEWHERE = {
     "grouped_matmul.torch_backend": "torch's dw: bf16 on CUDA",
     "grouped_matmul.triton_backend.backward: by_torch": "as above",
     "grouped_matmul.triton_backend.multiply_weights: not dw.numel()": "no feature",
-    "matmul.spec.is_decode: not (N * K <= SMALL)": "several rows and a weight of more than 2^25 numbers",
     "paged_attention.triton_backend._starts_next": "dependent launches: Hopper",
     "linear_cross_entropy_loss.triton_backend.forward: a.token_weights is None": "cases without gradients have weights",
     "tile.M * x.stride(0)": "a row stride of more than 2^31 elements: test_far_memory.py",

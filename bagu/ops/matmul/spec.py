@@ -20,8 +20,7 @@ from bagu.ops.activations import ACTIVATIONS, activate
 from bagu.ops.contract.core import Case, Cost, OpSpec, Rule, Streams
 from bagu.ops.contract.signature import Dims
 
-FEW, FEWER = 32, 8  # rows of a decode step
-SMALL, HEAD = 2**25, 2**16  # numbers of a weight, and its rows: between these cuBLAS is faster for more than FEWER
+FEW = 32  # rows of a decode step
 
 
 class Args(NamedTuple):
@@ -74,10 +73,10 @@ def needs_gradient(args: Mapping[str, Any]) -> bool:
 
 def is_decode(args: Mapping[str, Any]) -> bool:
     """Whether few_rows.py can compute the product, and is faster than cuBLAS."""
-    (N, K), M = args["w"].shape, args["x"].shape[:-1].numel()
+    K, M = args["w"].shape[1], args["x"].shape[:-1].numel()
     if args["x"].element_size() != 2 or args["residual"] is not None or has_epilogue(args):
         return False
-    return K % 512 == 0 < M <= FEW and (M <= FEWER or N * K <= SMALL or N >= HEAD)
+    return K % 512 == 0 < M <= FEW
 
 
 def by_tma(args: Mapping[str, Any]) -> bool:
@@ -176,8 +175,9 @@ SPEC = OpSpec(
         Case("empty", "there is no row, and nothing is launched", M=0, N=9, K=16, bias=True),
         Case("few", "one row: few_rows.py, with a tile that is not full", M=1, N=40, K=512, bias=True),
         Case("few_long", "the smallest tile of few_rows.py, with few stages", M=2, N=2064, K=512),
+        Case("several", "17 to 32 rows, and a middle tile", M=21, N=2080, K=512),
+        Case("several_swapped", "the factors change places, and a tile is not full", M=18, N=4104, K=512, bias=True),
         Case("few_wide", "the widest tile of few_rows.py, as of a head", M=2, N=8208, K=512),
-        Case("several", "more rows than the smallest tile of few_rows.py has", M=21, N=2080, K=512),
         Case("tall", "more rows than the smallest tile has", M=130, N=40, K=32, bias=True),
         Case("tall_odd", "the same, with rows that are not aligned", M=70, N=20, K=20),
         Case("gelu", "the activation follows the bias", M=9, N=48, K=48, bias=True, activation="gelu", scale=2.0,
