@@ -1,7 +1,8 @@
 """Attention to chosen blocks against attention to everything, both trained from nothing at equal tokens: the loss on
 held-out source, and how often the model answers the questions of the task `recall`, by length and by distance.
 
-    python -m benchmarks.tools.long_context run --out long_context.jsonl       # one H200: 7 arms
+    python -m benchmarks.tools.long_context run --out long_context.jsonl --parallel 4       # one H200: 7 arms in 6 min
+    python -m benchmarks.tools.long_context run --scale blocks --arms dense:0 sparse:0 --out blocks.jsonl
     python -m benchmarks.tools.long_context run --scale trial --out trial.jsonl --arms dense:0 sparse:0  # one core
     python -m benchmarks.tools.long_context run --quick --out quick.jsonl      # every part once, in a minute
     python -m benchmarks.tools.long_context show long_context.jsonl
@@ -37,7 +38,7 @@ from bagu.nn.change import evaluating
 from bagu.nn.choices import BlockChoice
 from bagu.nn.config import Rope
 from bagu.recipes.models import save_model
-from bagu.train import OptimizerConfig, ScheduleConfig, TrainConfig, fit
+from bagu.train import OptimizerConfig, ScheduleConfig, StabilityConfig, TrainConfig, fit
 from bagu.train.cross_entropy import CrossEntropy, held_out_loss
 from benchmarks.tools.recall_texts import Planted, Texts
 
@@ -57,11 +58,13 @@ class Scale:
     blocks: BlockChoice = field(default_factory=BlockChoice)
     rows: int = 4  # texts of a micro-batch
     micro_batches: int = 1
-    tokens: float = 50.4e6
+    tokens: float = 64e6
+    short: tuple[tuple[float, int], ...] = ((0.1, 1024), (0.15, 2048), (0.2, 4096))  # (share of the steps, length)
     lr: float = 0.005
     measured: tuple[tuple[int, int], ...] = ((8192, 2), (4096, 1), (2048, 1))  # (length, its items / 200)
     held_out: int = 96  # rows of `length` tokens for the loss
     looks: int = 8  # at recall during training
+    others: tuple[BlockChoice, ...] = ()  # choices of blocks that a dense model is read with as well
     every: int = 1  # module of the library
 
     @property
@@ -72,7 +75,7 @@ class Scale:
         dense = ModelConfig(
             vocab_size=self.vocab_size, hidden_size=self.hidden, num_layers=self.layers, num_heads=self.heads,
             num_kv_heads=self.heads // 2, head_dim=self.hidden // self.heads, intermediate_size=self.ffn,
-            max_len=max(1024, self.length), positions=Rope(base=100_000.0),
+            max_len=max(1024, self.length), positions=Rope(base=100_000.0), qk_norm=True,
         )  # fmt: skip
         return replace(dense, attention="blocks", blocks=self.blocks) if attention == "sparse" else dense
 
@@ -80,10 +83,19 @@ class Scale:
 SMALL = Scale(
     vocab_size=512, hidden=128, layers=3, ffn=384, length=256, rows=1, micro_batches=8,
     blocks=BlockChoice(size=16, top=3, near=1, dense_below=32),
-    tokens=1e6, lr=0.02, measured=((256, 2), (128, 1)), held_out=64,
+    tokens=1e6, short=((0.3, 64),), lr=0.02, measured=((256, 2), (128, 1)), held_out=64,
 )  # fmt: skip
 SCALES = {
     "full": Scale(),
+    "blocks": Scale(  # as many keys in smaller blocks, and other choices for the dense model
+        blocks=BlockChoice(size=32, top=32, near=16),
+        others=(
+            BlockChoice(),
+            BlockChoice(top=32),
+            BlockChoice(size=128, top=8, near=4),
+            BlockChoice(size=16, top=64, near=32),
+        ),
+    ),
     "trial": SMALL,
     "quick": replace(SMALL, layers=2, hidden=64, ffn=128, tokens=3e4, measured=((256, 1),), looks=2, every=16),
 }
@@ -108,8 +120,20 @@ class Question:
     characters: int  # between the line with the value and the end of the prompt
 
 
-def questions(tokenizer: BpeTokenizer, length: int, rounds: int) -> list[Question]:
-    """Items of the task `recall` whose text has nearly `length` tokens, and at most as many."""
+def questions(texts: Texts, length: int, rounds: int) -> list[Question]:
+    """Items of the task `recall` whose text has nearly `length` tokens, and at most as many. They are kept in the
+    folder of the texts: to encode them takes half a minute."""
+    kept = texts.folder / f"questions-{length}-{rounds}.npz"
+    if not kept.is_file():
+        found = _questions(texts.tokenizer, length, rounds)
+        facts = np.array([(len(q.ids), q.answer, q.characters) for q in found])
+        np.savez_compressed(kept, ids=np.concatenate([q.ids for q in found]), facts=facts)
+    with np.load(kept) as file:
+        facts, ids = file["facts"], np.split(file["ids"], np.cumsum(file["facts"][:-1, 0]))
+    return [Question(own, int(answer), int(n)) for own, (_, answer, n) in zip(ids, facts, strict=True)]
+
+
+def _questions(tokenizer: BpeTokenizer, length: int, rounds: int) -> list[Question]:
     size = round(2.6 * length)
     while True:
         items = [i for n in range(rounds) for i in free_items(f"recall of {length} tokens, {n}", size)]
@@ -204,16 +228,18 @@ class Arm:
             steps=scale.steps, seed=self.seed, optimizer=OptimizerConfig(kind="muon", lr=self.lr),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=scale.steps // 30, decay_share=1 - SWITCH_AT),
             eval_every=max(1, scale.steps // scale.looks), keep_last=1,
+            stability=StabilityConfig(spike_threshold=None),  # the loss jumps where texts become longer
         )  # fmt: skip
-        asked = questions(self.texts.tokenizer, scale.length, 1)[:: max(1, 200 // CURVE)]
+        asked = questions(self.texts, scale.length, 1)[:: max(1, 200 // CURVE)]
 
         def look(now: Transformer) -> Mapping[str, float | None]:
             right = answered(now, asked, self.texts.tokenizer, scale.length, scale.rows)
             return {"recall": sum(right) / len(right)}
 
         loader = Planted(
-            texts=self.texts, length=scale.length, rows=scale.rows, micro_batches=scale.micro_batches, seed=self.seed
-        )
+            texts=self.texts, length=scale.length, rows=scale.rows, micro_batches=scale.micro_batches, seed=self.seed,
+            short=[(round(share * scale.steps), length) for share, length in scale.short],
+        )  # fmt: skip
         result = fit(
             config, model, loader, folder=self.checkpoints if keeps else None, resume=resume, pause_after=pause_after,
             observers=[Curve(self)], evaluate=look, loss=Timed(self.deadline),
@@ -225,9 +251,12 @@ class Arm:
         scale, tokenizer, trained = self.scale, self.texts.tokenizer, model.config
         held = self.texts.held_out_batches(scale.length, scale.rows, scale.held_out)
         sparse = trained.attention == "blocks"
-        questions_of = {length: questions(tokenizer, length, rounds) for length, rounds in scale.measured}
-        for read in ("sparse", "dense") if sparse else ("dense", "sparse"):
-            other = model.with_attention(scale.model(read))
+        questions_of = {length: questions(self.texts, length, rounds) for length, rounds in scale.measured}
+        reads = {read: scale.model(read) for read in (("sparse", "dense") if sparse else ("dense", "sparse"))}
+        if not sparse:
+            reads |= {f"{c.top} of {c.size}": replace(scale.model("sparse"), blocks=c) for c in scale.others}
+        for read, config in reads.items():
+            other = model.with_attention(config)
             with evaluating(other):
                 loss = held_out_loss(lambda: held)(other)
             self.write("loss", read=read, **loss, held_out_tokens=sum(b.num_targets for b in held))
@@ -273,6 +302,9 @@ def run_all(given: argparse.Namespace) -> None:
     began = time.time()
     scale = SCALES[given.scale]
     texts = Texts.make(given.work / "texts", scale.vocab_size, every=scale.every)
+    for length, rounds in {(scale.length, 1), *scale.measured}:
+        questions(texts, length, rounds)
+    texts.held_out  # noqa: B018 - the file of its tokens is written before several processes read it
     given.out.parent.mkdir(parents=True, exist_ok=True)
     about = {
         "kind": "about", "scale": asdict(scale), "steps": scale.steps, "lr": given.lr or scale.lr, "arms": given.arms,

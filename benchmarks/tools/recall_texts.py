@@ -1,9 +1,11 @@
 """Texts that teach a small model to look something up far behind: held-in source of the standard library, with lines
-`river_code = 1234` planted in it, and for each, somewhere after it, `assert river_code == 1234`.
+`river_code = 1234` planted in it, and for each, somewhere after it, three lines `assert river_code == 1234`.
 
 They have the form of the task `recall` (bagu/eval/tasks/recall.py), whose names and modules are not used here. The
 value of a name is drawn for each text, so the question can be answered only by reading the line. The distance between
-both is log-uniform: near questions are learned first, and far ones by the same means.
+both is log-uniform: near questions are learned first, and far ones by the same means. The values of planted lines are
+no targets, because nothing predicts them. Training begins with short texts: in attention that is still even, a line has
+eight times the weight among 1,024 tokens that it has among 8,192.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ import torch
 from bagu.data import BpeTokenizer, StdlibSource
 from bagu.eval.tasks.library import held_out_modules
 from bagu.eval.tasks.recall import NAMES
-from bagu.types import Batch
+from bagu.types import IGNORE, Batch
 
 # After a character that is not whitespace a newline begins a new word of the tokenizer, so that tokens of lines that
 # are cut there, and put between others, are those of the whole text.
 BREAK = re.compile(r"(?<=\S)(?=\n)")
 WORD = re.compile(r"[a-z]{3,9}")
-PAIR = 18  # tokens of a planted line and its question, at most, in most texts
-MOST = 45  # tokens of a text for each pair, at the highest density
+ASKED = 3  # times that each value is asked for
+GROUP = 9 * (1 + ASKED)  # tokens of a planted line and its questions, at most, in most texts
+MOST = 64  # tokens of a text for each of them, at the highest density; the lowest is half of it
 NEAREST = 8  # tokens of source between a line and its question, at least
 
 
@@ -38,6 +41,7 @@ NEAREST = 8  # tokens of source between a line and its question, at least
 class Texts:
     """The tokens of the training modules, line by line, and of what is planted."""
 
+    folder: Path
     tokenizer: BpeTokenizer
     tokens: np.ndarray  # [N] of all lines
     starts: np.ndarray  # [lines + 1]: where a line begins
@@ -55,28 +59,29 @@ class Texts:
         planted = encode([f"\n{name}_code =" for name in facts["names"]])
         asked = encode([f"\nassert {name}_code ==" for name in facts["names"]])
         return cls(
-            tokenizer=tokenizer, tokens=np.load(folder / "tokens.npy"), starts=np.load(folder / "starts.npy"),
+            folder=folder, tokenizer=tokenizer,
+            tokens=np.load(folder / "tokens.npy"), starts=np.load(folder / "starts.npy"),
             names=list(zip(planted, asked, strict=True)), values=encode([f" {n}" for n in range(1000, 10_000)]),
         )  # fmt: skip
 
     def text(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """`length` tokens."""
+        """`length` tokens. Those of the values of planted lines are -1 - token: they are no targets."""
         most = max(1, length // MOST)
-        pairs = round(np.exp(rng.uniform(np.log(max(1, most / 8)), np.log(most))))
-        room = max(length - PAIR * pairs, 2 * NEAREST)
-        distances = np.exp(rng.uniform(np.log(NEAREST), np.log(room), pairs)).astype(int)
-        asked = distances + (rng.random(pairs) * (room - distances)).astype(int)
+        count = round(np.exp(rng.uniform(np.log(max(1, most / 2)), np.log(most))))
+        room = max(length - GROUP * count // 2, 2 * NEAREST)
+        distances = np.exp(rng.uniform(np.log(NEAREST), np.log(room), (ASKED, count))).astype(int)
+        planted = (rng.random(count) * (room - distances.max(0))).astype(int)
         begin = int(rng.integers(np.searchsorted(self.starts, len(self.tokens) - length - 1, "right") - 1))
-        first = self.starts[begin]
-        names = rng.choice(len(self.names), pairs, replace=False)
-        values = rng.integers(len(self.values), size=pairs)
-        kinds = np.repeat((0, 1), pairs)
-        lines = np.searchsorted(self.starts, first + np.concatenate((asked - distances, asked)))
+        names = rng.choice(len(self.names), count, replace=False)
+        values = rng.integers(len(self.values), size=count)
+        kinds = np.repeat((0, *[1] * ASKED), count)
+        places = np.concatenate((planted, *(planted + distances)))
+        lines = np.searchsorted(self.starts, self.starts[begin] + places)
         parts, line = [], begin
         for i in np.lexsort((kinds, lines)):
-            at, pair = lines[i], i % pairs
-            parts += [self.tokens[self.starts[line] : self.starts[at]], self.names[names[pair]][kinds[i]]]
-            parts.append(self.values[values[pair]])
+            at, which, value = lines[i], i % count, self.values[values[i % count]]
+            parts += [self.tokens[self.starts[line] : self.starts[at]], self.names[names[which]][kinds[i]]]
+            parts.append(value if kinds[i] else -1 - value)
             line = at
         parts.append(self.tokens[self.starts[line] : self.starts[line] + length])
         return np.concatenate(parts)[:length]
@@ -84,19 +89,23 @@ class Texts:
     @cached_property
     def held_out(self) -> np.ndarray:
         """The tokens of the held-out modules, with nothing planted."""
-        end = [self.tokenizer.eos_id]
-        ids = self.tokenizer.encode_batch([d.text for d in held_out_modules()])
-        return np.array([t for own in ids for t in own + end], np.int32)
+        kept, end = self.folder / "held_out.npy", [self.tokenizer.eos_id]
+        if not kept.is_file():
+            ids = self.tokenizer.encode_batch([d.text for d in held_out_modules()])
+            np.save(kept, np.array([t for own in ids for t in own + end], np.int32))
+        return np.load(kept)
 
     def batch(self, rows: np.ndarray) -> Batch:
-        """Rows of length + 1 tokens as one batch; all tokens are targets."""
+        """Rows of length + 1 tokens as one batch."""
         count, length = rows.shape[0], rows.shape[1] - 1
-        targets = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]).reshape(-1).astype(np.int64))
+        ids = np.where(rows < 0, -1 - rows, rows)[:, :-1].reshape(-1).astype(np.int64)
+        targets = np.where(rows < 0, IGNORE, rows)[:, 1:].reshape(-1).astype(np.int64)
         return Batch(
-            ids=torch.from_numpy(np.ascontiguousarray(rows[:, :-1]).reshape(-1).astype(np.int64)), targets=targets,
+            ids=torch.from_numpy(ids), targets=torch.from_numpy(targets),
             positions=torch.arange(length).repeat(count), max_len=length,
-            cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32), num_targets=len(targets),
-            target_bytes=int(self.tokenizer.token_bytes[rows[:, 1:]].sum()),
+            cu_seqlens=torch.arange(0, count * length + 1, length, dtype=torch.int32),
+            num_targets=int((targets != IGNORE).sum()),
+            target_bytes=int(self.tokenizer.token_bytes[targets[targets != IGNORE]].sum()),
         )  # fmt: skip
 
     def held_out_batches(self, length: int, texts: int, most: int) -> list[Batch]:
@@ -133,14 +142,16 @@ class Planted:
     rows: int  # of a micro-batch
     micro_batches: int
     seed: int
+    short: Sequence[tuple[int, int]] = ()  # (step, length): the length before this step, in batches of equal size
 
     def step(self, number: int) -> list[Batch]:
         rng = np.random.default_rng((self.seed, number))
-        found = []
-        for _ in range(self.micro_batches):
-            rows = np.stack([self.texts.text(rng, self.length + 1) for _ in range(self.rows)])
-            found.append(self.texts.batch(rows))
-        return found
+        length = next((n for until, n in self.short if number < until), self.length)
+        count = self.rows * self.length // length
+        return [
+            self.texts.batch(np.stack([self.texts.text(rng, length + 1) for _ in range(count)]))
+            for _ in range(self.micro_batches)
+        ]
 
     @contextmanager
     def prefetch(self, start: int) -> Iterator[Iterator[list[Batch]]]:
