@@ -98,7 +98,7 @@ class Texts:
     def batch(self, rows: np.ndarray) -> Batch:
         """Rows of length + 1 tokens as one batch."""
         count, length = rows.shape[0], rows.shape[1] - 1
-        ids = np.where(rows < 0, -1 - rows, rows)[:, :-1].reshape(-1).astype(np.int64)
+        ids = tokens_of(rows)[:, :-1].reshape(-1).astype(np.int64)
         targets = np.where(rows < 0, IGNORE, rows)[:, 1:].reshape(-1).astype(np.int64)
         return Batch(
             ids=torch.from_numpy(ids), targets=torch.from_numpy(targets),
@@ -114,6 +114,11 @@ class Texts:
         step = (len(self.held_out) - length - 1) // max(count - 1, 1)
         rows = np.stack([self.held_out[i * step : i * step + length + 1] for i in range(count)])
         return [self.batch(rows[i : i + texts]) for i in range(0, count, texts)]
+
+
+def tokens_of(rows: np.ndarray) -> np.ndarray:
+    """The tokens of rows of `Texts.text`, those that are no targets too."""
+    return np.where(rows < 0, -1 - rows, rows)
 
 
 def _write(folder: Path, vocab_size: int, every: int) -> None:
