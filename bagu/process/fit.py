@@ -1,6 +1,6 @@
 """Fit the models of every target under a time budget, judge them on held-out rows, and set their interval.
 
-`fit_target` is the centre: each model predicts rows that it has not seen, a greedy ensemble is weighed on those, the
+`fit_target` is the centre: each model predicts rows that it has not seen, an ensemble is weighed on those, the
 interval is set and its coverage checked. A finished model is written at once, so that a killed fit resumes with
 the same bits.
 """
@@ -23,13 +23,14 @@ from bagu.process.models.gp import GP
 from bagu.process.models.mlp import Mlp
 from bagu.process.models.ridge import Mean, Ridge
 from bagu.process.schema import Schema
-from bagu.process.splits import Split, Splits, make_splits
+from bagu.process.splits import FEW, Split, Splits, make_splits
 from bagu.process.table import Table
 from bagu.process.target_model import FEWEST as FEWEST_OF_GROUP
 from bagu.process.target_model import (
     Model,
     TargetModel,
     conformal_quantile,
+    error_weights,
     greedy_weights,
     level_quantiles,
     row_quantiles,
@@ -41,7 +42,6 @@ KINDS: dict[str, Callable[[dict[str, np.ndarray]], Model]] = {
 }  # fmt: skip
 SKILL_Z = 3.0  # standard errors by which the model must beat the mean: no shuffled target in 50 may pass
 FEWEST = 10  # rows
-SHARED = 100  # rows from which on the folds share the hyperparameters of the Gaussian process
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _held_out_gp(gp: GP, x: np.ndarray, y: np.ndarray, split: Split) -> tuple[np
     rows that are held out would move them and the model would look better than it is."""
     mean, spread = np.full(len(y), np.nan), np.full(len(y), np.nan)
     for train, test in split.folds:
-        fold = gp.on(x[train], y[train]) if len(y) >= SHARED else GP.fit(x[train], y[train])
+        fold = gp.on(x[train], y[train]) if len(y) >= FEW else GP.fit(x[train], y[train])
         mean[test], sd = fold.mean_sd(x[test])
         spread[test] = np.hypot(sd, fold.noise)
     return mean, spread
@@ -182,7 +182,8 @@ def _joined(
     """The ensemble, its interval and its scores."""
     honest = splits.honest.name
     tested = np.isfinite(done["mean"].held_out[honest])
-    weights = greedy_weights({n: f.held_out[honest][tested] for n, f in done.items() if n != "mean"}, y[tested])
+    weigh = greedy_weights if len(y) >= FEW else error_weights
+    weights = weigh({n: f.held_out[honest][tested] for n, f in done.items() if n != "mean"}, y[tested])
     joined = {
         s: sum((weights[n] * done[n].held_out[s] for n in weights if weights[n] > 0), np.zeros(len(y)))
         for s in done["mean"].held_out

@@ -18,7 +18,7 @@ from bagu.process.run import fit_process
 from bagu.process.schema import Field, Schema
 from bagu.process.splits import make_splits
 from bagu.process.table import Column, Table
-from bagu.process.target_model import conformal_quantile, greedy_weights
+from bagu.process.target_model import conformal_quantile, error_weights, greedy_weights
 
 
 def waves(n: int, seed: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
@@ -193,4 +193,7 @@ def test_small_parts() -> None:
     assert conformal_quantile(np.arange(1.0, 20.0)) == 18
     y = np.array([1.0, 2.0, 3.0, 4.0])
     assert greedy_weights({"wrong": -y, "right": y + 0.01}, y) == {"wrong": 0.0, "right": 1.0}
+    assert error_weights({"wrong": -y, "right": y}, y) == {"wrong": 0.0, "right": 1.0}
+    halves = error_weights({"one": y + 1, "other": y + 2 ** (1 / 8)}, y)
+    assert np.allclose([halves["one"], halves["other"]], [2 / 3, 1 / 3])
     assert fit_target.__doc__
