@@ -23,7 +23,7 @@ from bagu.process.models.gp import GP
 from bagu.process.models.mlp import Mlp
 from bagu.process.models.ridge import Mean, Ridge
 from bagu.process.schema import Schema
-from bagu.process.splits import FEW, Split, Splits, make_splits
+from bagu.process.splits import Split, Splits, make_splits
 from bagu.process.table import Table
 from bagu.process.target_model import FEWEST as FEWEST_OF_GROUP
 from bagu.process.target_model import (
@@ -42,6 +42,7 @@ KINDS: dict[str, Callable[[dict[str, np.ndarray]], Model]] = {
 }  # fmt: skip
 SKILL_Z = 3.0  # standard errors by which the model must beat the mean: no shuffled target in 50 may pass
 FEWEST = 10  # rows
+SHARED = 100  # rows from which on the folds share the hyperparameters of the Gaussian process, and weights are greedy
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _held_out_gp(gp: GP, x: np.ndarray, y: np.ndarray, split: Split) -> tuple[np
     rows that are held out would move them and the model would look better than it is."""
     mean, spread = np.full(len(y), np.nan), np.full(len(y), np.nan)
     for train, test in split.folds:
-        fold = gp.on(x[train], y[train]) if len(y) >= FEW else GP.fit(x[train], y[train])
+        fold = gp.on(x[train], y[train]) if len(y) >= SHARED else GP.fit(x[train], y[train])
         mean[test], sd = fold.mean_sd(x[test])
         spread[test] = np.hypot(sd, fold.noise)
     return mean, spread
@@ -182,7 +183,7 @@ def _joined(
     """The ensemble, its interval and its scores."""
     honest = splits.honest.name
     tested = np.isfinite(done["mean"].held_out[honest])
-    weigh = greedy_weights if len(y) >= FEW else error_weights
+    weigh = greedy_weights if len(y) >= SHARED else error_weights
     weights = weigh({n: f.held_out[honest][tested] for n, f in done.items() if n != "mean"}, y[tested])
     joined = {
         s: sum((weights[n] * done[n].held_out[s] for n in weights if weights[n] > 0), np.zeros(len(y)))

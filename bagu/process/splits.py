@@ -14,8 +14,7 @@ from bagu.process.schema import Schema
 from bagu.process.table import Table
 
 FOLDS = 5
-FEW = 100  # rows; fewer are split into MORE_FOLDS
-MORE_FOLDS = 20
+MORE_FOLDS, FEW = 20, 200  # folds of fewer than FEW rows, where they weigh the models
 
 
 @dataclass(frozen=True)
@@ -42,24 +41,21 @@ class Splits:
 def make_splits(table: Table, schema: Schema) -> Splits:
     rows = table.rows
     groups, stamps = schema.of("group"), schema.of("time")
-    plain = Split("random", _by_key(np.arange(rows)))
-    calibrate = plain
-    labels = np.arange(rows)
-    if groups:
-        labels = np.unique(table[groups[0].name].values, return_inverse=True)[1]
-        if len(np.unique(labels)) >= FOLDS:
-            calibrate = Split("group", _by_key(labels))
+    labels = np.unique(table[groups[0].name].values, return_inverse=True)[1] if groups else np.arange(rows)
+    forward = None
     if stamps and np.isfinite(table[stamps[0].name].values).all():
         forward = _forward(table[stamps[0].name].values, labels)
-        if forward is not None:
-            return Splits(forward, calibrate, plain)
-    return Splits(calibrate, calibrate, plain)
+    folds = MORE_FOLDS if rows < FEW and forward is None else FOLDS
+    calibrate = plain = Split("random", _by_key(np.arange(rows), folds))
+    if groups and len(np.unique(labels)) >= FOLDS:
+        calibrate = Split("group", _by_key(labels, folds))
+    return Splits(forward or calibrate, calibrate, plain)
 
 
-def _by_key(labels: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Folds of whole labels, shuffled: files of experiments are ordered. Few rows have more folds: a quadratic of 15
-    terms from 42 rows is worse than that from all 53, and would be weighed as if it were not."""
-    names, folds = np.unique(labels), FOLDS if len(labels) >= FEW else MORE_FOLDS
+def _by_key(labels: np.ndarray, folds: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Folds of whole labels, shuffled: files of experiments are ordered. Models of 4/5 of
+    few rows are worse than those of all, and not all alike: a quadratic of 15 terms from 42 of 53 rows loses most."""
+    names = np.unique(labels)
     part = np.empty(len(names), int)
     part[np.random.default_rng(0).permutation(len(names))] = np.arange(len(names)) % folds
     fold = part[np.searchsorted(names, labels)]

@@ -17,7 +17,6 @@ from bagu.process.run import fit_process
 from bagu.process.schema import Field, Schema
 
 FILES = ("hplc", "photo_pce10", "suzuki", "alkox", "fullerenes", "benzylation", "snar")
-SMALL = ("benzylation", "snar")  # 73 and 66 rows: which model is best there is luck
 MOST, FOLDS = 700, 5
 SINGLE = ("ridge", "gp", "trees")
 
@@ -61,6 +60,5 @@ def test_the_ensemble_is_as_good_as_the_best_single_model(tmp_path: Path) -> Non
         rmse, covered[name] = judged(name, tmp_path)
         ratios[name] = rmse["ensemble"] / min(rmse[n] for n in SINGLE)
         print(f"{name}: {rmse}, ratio {ratios[name]:.3f}, coverage {covered[name]:.3f}", flush=True)
-    assert np.mean([ratios[name] for name in FILES if name not in SMALL]) <= 1.02, ratios
-    assert np.mean(list(ratios.values())) <= 1.05, ratios
+    assert np.mean(list(ratios.values())) <= 1.02, ratios
     assert 0.87 <= np.mean(list(covered.values())) <= 0.93, covered
