@@ -46,15 +46,16 @@ def make_splits(table: Table, schema: Schema) -> Splits:
     if stamps and np.isfinite(table[stamps[0].name].values).all():
         forward = _forward(table[stamps[0].name].values, labels)
     folds = MORE_FOLDS if rows < FEW and forward is None else FOLDS
-    calibrate = plain = Split("random", _by_key(np.arange(rows), folds))
-    if groups and len(np.unique(labels)) >= FOLDS:
+    grouped = bool(groups) and len(np.unique(labels)) >= FOLDS
+    calibrate = plain = Split("random", _by_key(np.arange(rows), FOLDS if grouped else folds))
+    if grouped:
         calibrate = Split("group", _by_key(labels, folds))
     return Splits(forward or calibrate, calibrate, plain)
 
 
 def _by_key(labels: np.ndarray, folds: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Folds of whole labels, shuffled: files of experiments are ordered. Models of 4/5 of
-    few rows are worse than those of all, and not all alike: a quadratic of 15 terms from 42 of 53 rows loses most."""
+    """Folds of whole labels, shuffled: files of experiments are ordered. Models of 4/5 of few rows are
+    worse than those of all, and not all alike: a quadratic of 15 terms from 42 of 53 rows loses most."""
     names = np.unique(labels)
     part = np.empty(len(names), int)
     part[np.random.default_rng(0).permutation(len(names))] = np.arange(len(names)) % folds

@@ -176,6 +176,20 @@ def test_splits_keep_batches_whole_and_look_forward() -> None:
         assert stamp[train].max() < stamp[test].min()
 
 
+@pytest.mark.parametrize(("rows", "found"), [(199, (14, 14, 5)), (200, (5, 5, 5))])
+def test_few_rows_have_more_folds_where_they_weigh_the_models(rows: int, found: tuple[int, ...]) -> None:
+    past = history(PLANTS["coating"], rows, 2)
+    label = Column(name="batch", kind="category", values=np.array([f"B{i % 14}" for i in range(rows)]))
+    table = replace(past.table, columns=(*past.table.columns, label))
+    grouped = replace(past.schema, columns=(*past.schema.columns, Field(name="batch", role="group", kind="category")))
+    splits = make_splits(table, grouped)
+    assert tuple(len(s.folds) for s in (splits.honest, splits.calibrate, splits.plain)) == found
+    plain = make_splits(past.table, past.schema)
+    assert plain.honest is plain.plain
+    assert len(plain.plain.folds) == (20 if rows < 200 else 5)
+    assert np.array_equal(np.sort(plain.plain.tested), np.arange(rows))
+
+
 def test_a_batch_effect_makes_the_random_score_too_good() -> None:
     """Five rows of a batch share their context and a hidden effect: only the split by batch shows it."""
     past = history(PLANTS["reactor"], 150, 4, batches=True)
