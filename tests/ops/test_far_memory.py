@@ -16,9 +16,9 @@ import torch
 
 from bagu.ops.call.node import Node
 from bagu.ops.catalogue import SPECS
-from bagu.ops.contract.core import Case, OpSpec, Streams
+from bagu.ops.contract.core import Case, OpSpec
 from tests.ops.mutants import Verdict, in_child
-from tests.ops.points import GPU, small, supported
+from tests.ops.points import GPU, Ones, small, supported
 from tests.ops.replaying import drawn, ran
 
 pytestmark = pytest.mark.skipif(GPU, reason="memory that is reserved and not there")
@@ -57,7 +57,7 @@ def points() -> list[Any]:
     found: dict[tuple[str, int], tuple[int, int, Case]] = {}
     for spec in TRITON:
         for case in [c for c in small(spec) if supported(spec, "triton", c)]:
-            args = spec.inputs(case, Streams(spec.name, case.name, 0))
+            args = spec.inputs(case, Ones(spec.name, case.name, 0))
             shapes = [v.shape for v in args.values() if isinstance(v, torch.Tensor)]
             size, there = sum(s.numel() for s in shapes), [d for s in shapes for d, n in enumerate(s[:-1]) if n > 2]
             for dim in set(there):
