@@ -30,5 +30,5 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # twelve thousand items, torch and Triton: a full collection, of 1 s, would look at them again and again
+    gc.freeze()  # twelve thousand items, torch and Triton: a full collection would take 1 s, again and again
     gc.enable()

@@ -42,6 +42,7 @@ PRELOADED = (
 )  # fmt: skip
 # What is read when a program is loaded: a process where one of these differs is started for real.
 READ_AT_START = ("OMP_", "KMP_", "MKL_", "TRITON", "PYTHON", "LD_", "CUDA")
+READ_LATER = ("PYTHONPATH", "PYTHONBREAKPOINT")  # Ray sets the second one: nothing was forked after its tests
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 SPAWNED = "spawned"  # the name of a process that multiprocessing has started
 HIGH = 500  # file descriptors are moved above this before they get their numbers
@@ -115,7 +116,7 @@ class Nursery:
 
 
 def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {n: value for n, value in env.items() if n.startswith(READ_AT_START) and n != "PYTHONPATH"}
+    return {n: value for n, value in env.items() if n.startswith(READ_AT_START) and n not in READ_LATER}
 
 
 _here: Nursery | None = None

@@ -35,6 +35,11 @@ def test_it_was_forked_and_has_its_folder_environment_words_and_pipes(tmp_path: 
     assert ended.stdout == f"True {tmp_path} 字 ['-c', 'a b'] text\n", ended.stderr
 
 
+def test_a_variable_that_is_read_later_changes_nothing() -> None:
+    code = "import os, sys; print('torch' in sys.modules, os.environ['PYTHONBREAKPOINT'])"
+    assert run(code, env={**os.environ, "PYTHONBREAKPOINT": "0"}).stdout == "True 0\n"
+
+
 def test_python_with_another_environment_for_imports_is_started() -> None:
     code = "import sys; print('torch' in sys.modules)"
     assert run(code, env={**os.environ, "OMP_NUM_THREADS": "7"}).stdout == "False\n"
