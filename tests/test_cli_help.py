@@ -127,6 +127,7 @@ def test_a_missing_file_is_reported_without_torch(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_page_of_settings_is_current() -> None:
     """In a process of its own: a test may have defined an objective."""
     subprocess.run([sys.executable, "-m", "benchmarks.tools.settings", "--check"], check=True, timeout=120)

@@ -17,6 +17,8 @@ ELSEWHERE = (
     "attention.cuda", "paged_attention.cuda", "paged_attention.compiled", "linear_cross_entropy.cpu_gemm",
     "mla_attention.hopper_kernel", "conv2d.hopper_kernel", "int8_attention.hopper_kernel",
 )  # fmt: skip
+
+
 @cache
 def modules() -> list[tuple[str, str]]:
     """(backend, module) of what bugs are planted in. Finding them takes 1.8 s."""

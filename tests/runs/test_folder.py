@@ -244,6 +244,7 @@ def test_a_read_only_folder_cannot_be_recorded_to(tmp_path: Path) -> None:
         RunRecorder(RunFolder(tmp_path))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_full_disk_loses_no_row(tmp_path: Path) -> None:
     """A file size limit simulates the full disk: the partial row is removed and an error is raised."""
     script = f"""

@@ -47,6 +47,7 @@ def runs(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     return dict(json.loads(line[6:]) for line in run.stdout.splitlines() if line.startswith("found "))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("names", [(FIRST,), pytest.param(KINDS[1:], marks=pytest.mark.slow)], ids=len)
 def test_bagus_own_part_as_the_answer_changes_nothing(tmp_path: Path, names: Sequence[str]) -> None:
     for name, found in runs(tmp_path, names).items():
