@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import bagu
+from benchmarks.tools.architecture import statements
 
 ROOT = Path(bagu.__file__).parent
 ROOTS = {"errors", "types", "config"}  # besides these the package has only parts
@@ -28,7 +29,7 @@ OPTIONAL = [
 @cache  # two tests read every file: 3 s of CPU time
 def imports(source: str) -> frozenset[str]:
     """The dotted names of bagu that a source file imports, at the top or inside a function."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(statements(ast.parse(source)))
     names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
     for n in nodes:
         if isinstance(n, ast.ImportFrom):

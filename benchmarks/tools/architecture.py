@@ -11,7 +11,7 @@ import argparse
 import ast
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from textwrap import wrap
@@ -24,11 +24,19 @@ WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 240, 62, 28, 46, 24  # pixels
 COLOURS = ("#eef4fb", "#8fb2d9", "#4a6f9c", "#1c2733", "#54616e")  # box, its border, imports, name, sentence
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements inside a node. `ast.walk` looks into expressions too: 1.4 s for the package."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from statements(child)
+
+
 def imported(part: str) -> set[str]:
     """The parts that the files of a part import, at the top of a file or inside a function."""
     found: set[str] = set()
     for file in (ROOT / "bagu" / part).rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in statements(ast.parse(file.read_text(encoding="utf-8"))):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{a.name}" for a in node.names]
