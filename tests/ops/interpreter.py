@@ -54,8 +54,6 @@ def install() -> None:
     core.tuple.__eq__ = tuple_eq(core)
     core.dtype.__eq__ = dtype_eq(core)
     TritonSemantic.to_tensor = operators.to_tensor(core, TritonSemantic.to_tensor)
-    TritonSemantic.scalar_constant = operators.constant(TritonSemantic.scalar_constant)
-    TritonSemantic.arange = operators.arange(TritonSemantic.arange)
     TritonSemantic.load = operators.load(core, interpreter, TritonSemantic.load)
     TritonSemantic.store = operators.store(core, interpreter, TritonSemantic.store)
     TritonSemantic.broadcast_impl_value = operators.broadcast(TritonSemantic.broadcast_impl_value)

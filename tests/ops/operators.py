@@ -183,42 +183,6 @@ def to_tensor(core: Any, slow: Slow) -> Slow:
     return wraps(slow)(lambda self, x, check_type=True: x if type(x) is tensor else slow(self, x, check_type))
 
 
-def constant(slow: Slow) -> Slow:
-    """A number is made once: conformance asks for 376,000. Nothing can write to its array."""
-    made: dict[tuple[type, Any, str], Any] = {}
-
-    @wraps(slow)
-    def run(self: Any, value: Any, dtype: Any) -> Any:
-        if dtype is None or value != value:  # NaN is no key
-            return slow(self, value, dtype)
-        key = type(value), value, dtype.name
-        if key not in made:
-            made[key] = _unwritable(slow(self, value, dtype))
-        return made[key]
-
-    return run
-
-
-def arange(slow: Slow) -> Slow:
-    """The numbers of a range are made once: conformance asks for 139,000 ranges."""
-    made: dict[tuple[int, int], Any] = {}
-
-    @wraps(slow)
-    def run(self: Any, start: int, end: int, **how: Any) -> Any:
-        if any(v is not None for v in how.values()):
-            return slow(self, start, end, **how)
-        if (start, end) not in made:
-            made[start, end] = _unwritable(slow(self, start, end, **how))
-        return made[start, end]
-
-    return run
-
-
-def _unwritable(value: Any) -> Any:
-    value.handle.data.flags.writeable = False
-    return value
-
-
 def broadcast(slow: Slow) -> Slow:
     """Blocks of one shape stay as they are."""
 
