@@ -8,6 +8,7 @@ Each decision carries the state of the run besides the weights, so a worker that
 servers: it redoes its part of the step that the others wait for.
 """
 
+import math
 import os
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from bagu.parallel.server.client import Client
 from bagu.train.loss import MicroBatch, Totals
 from bagu.train.memory.flat import FlatParameters
 from bagu.train.optim.config import OptimizerConfig
+from bagu.train.schedule import factor
+from bagu.train.served.ahead import Ahead
 from bagu.train.served.config import ServedConfig
 from bagu.train.served.update import rule_of
 from bagu.train.state import TrainState
@@ -64,6 +67,8 @@ class Served:
         self._held: Sequence[MicroBatch] | None = None  # of a step without tokens: it waits for the steps before
         self._client: Client | None = None
         self._version = 0
+        self._ahead: Ahead | None = None  # what a run with a delay reads by
+        self._guessed = False  # whether the model has weights that no server has
         self._begun = time.monotonic()
         self._last = (0, 0)
 
@@ -89,6 +94,10 @@ class Served:
             self._load(state, 0)
         else:
             self.client.pull(0)
+        if self.config.local_steps is None and self.config.own_ahead:
+            self._ahead = Ahead(self.client, self._rule_of(state))
+            if self.delay:
+                self.client.pull(0, whole=True)
         decision = self.client.session.decision
         self._t = self.client.session.versions[0]
         joined = not self.first or self._t > 0
@@ -105,14 +114,14 @@ class Served:
         rows = [state.flat.master, *_state_rows(state)] if self.config.local_steps is None else [
             state.flat.master, torch.zeros_like(state.flat.master),
         ]  # fmt: skip
-        rule = rule_of(self._rule(state), state.flat, self.config.servers)  # type: ignore[arg-type]
         decision = {"facts": facts_of(state)}
-        self.client.load(t, [row.cpu().numpy() for row in rows], rule, self.config.workers, decision)
+        self.client.load(t, [row.cpu().numpy() for row in rows], self._rule_of(state), self.config.workers, decision)
 
-    def _rule(self, state: TrainState) -> OptimizerConfig:
-        if self.config.local_steps is None:
-            return state.config.optimizer
-        return OptimizerConfig(kind="nesterov", lr=self.config.outer_lr, momentum=self.config.outer_momentum)
+    def _rule_of(self, state: TrainState) -> dict[str, Any]:
+        """The update of the servers."""
+        outer = OptimizerConfig(kind="nesterov", lr=self.config.outer_lr, momentum=self.config.outer_momentum)
+        rule = state.config.optimizer if self.config.local_steps is None else outer
+        return rule_of(rule, state.flat, self.config.servers)  # type: ignore[arg-type]
 
     def restored(self, state: TrainState) -> None:
         """The run went back to a checkpoint, on every worker: the servers follow."""
@@ -139,13 +148,22 @@ class Served:
         if self._asked < self._t and self.client.version < self._t:
             self.client.pull(self._t)
         self.client.wait_for_values(self._t)
-        if self.client.version > self._version:
+        if self.client.version > self._version or self._guessed:
             self._read(state)
 
     def _read(self, state: TrainState) -> None:
         """Bring the values that came last into the model."""
-        self._version = self.client.read(_array(state.flat.master))
+        self._version, self._guessed = self.client.read(_array(state.flat.master)), False
         state.publish()
+
+    def _read_ahead(self, state: TrainState, t: int) -> None:
+        """Bring the weights for the gradient of update t into the model."""
+        if self._ahead is not None and (self.delay or self._guessed):
+            self._version = self._ahead.read(_array(state.flat.master), t - 1)
+            self._guessed = self._version < t - 1
+            state.publish()
+        elif self.client.version > self._version:
+            self._read(state)
 
     def close(self) -> None:
         if self._client is not None:
@@ -189,21 +207,29 @@ class Served:
     def _push(self, state: TrainState, batches: Sequence[MicroBatch], ahead: int) -> None:
         mine = range(self.place.worker, len(batches), self.config.workers)
         totals = state.loss.totals(batches)
-        self.client.wait_for_values(self._t + ahead - self.delay)  # no older ones are used
-        if self.client.version > self._version:
-            self._read(state)
+        t = self._t + ahead + 1
+        self.client.wait_for_values(t - 1 - self.delay)  # no older ones are used
+        self._read_ahead(state, t)
         parts = run_backwards(state, batches, mine, totals, ahead=ahead)
         if parts[0].expert_load:
             raise ArgumentError(
                 "a mixture of experts with a balance bias cannot be trained on parameter servers", hint="use --nproc"
             )
-        state.flat.finish()
+        norm = float(state.flat.finish())
         sums, largest = sums_of(parts)
         row = [*torch.stack([*sums, *largest]).double().tolist(), float(state.stop_asked)]
-        t = self._t + ahead + 1
         self.client.push(t, _array(state.flat.grad), row)
+        if self._ahead is not None and self.delay and math.isfinite(norm):
+            self._ahead.expect(t, self._own_decision(state, ahead, norm))
         names = [*parts[0].metrics, *parts[0].peaks]
         self._flying.append(_Pushed(totals=totals, names=names, peaks=len(largest), age=t - 1 - self._version))
+
+    def _own_decision(self, state: TrainState, ahead: int, norm: float) -> dict[str, Any]:
+        """How the update would be made if every worker had this one's gradient."""
+        config, whole = state.config, norm * self.config.workers
+        clipped = config.clip / whole if config.clip is not None and whole > config.clip else 1.0
+        lr = config.optimizer.lr * factor(config.schedule, state.step + ahead, config.steps)
+        return {"lr": lr, "step": state.updates + ahead + 1, "scale": self.config.workers * clipped}
 
     def _decide(self, state: TrainState) -> StepResult:
         """Decide the next update by the sums of all workers, and read the values after it."""
@@ -222,13 +248,17 @@ class Served:
             state.step += 1
             state.loss.updated(metrics)
             state.loss.stepped(metrics)
+        elif self._ahead is not None:
+            self._ahead.refuse(self._t)
         state.data_step += 1
         decision = {
             "skip": skipped is not None, "lr": lr, "step": state.updates, "facts": facts_of(state),
             "scale": clip / norm if clip is not None and norm > clip else 1.0,
         }  # fmt: skip
         more = bool(self._flying) and self.client.total(self._t + 1, wait=False) is not None
-        self.client.commit(self._t, decision, pull=not more, wait=False)  # of several that are ready, the last reads
+        whole = self._ahead is not None and self.delay > 0
+        # of several that are ready, the last reads
+        self.client.commit(self._t, decision, pull=not more, wait=False, whole=whole)
         self._asked = self._asked if more else self._t
         self._age = pushed.age
         self.client.clock = {
