@@ -58,7 +58,7 @@ class Session:
         return self._ask(self.kept[t])
 
     def commit(self, t: int, decision: Mapping[str, Any], *, pull: bool = True, whole: bool = False) -> list[Out]:
-        """Say what update t is. The facts in the decision go to range 0 only. `whole` asks for states with the values."""
+        """Say what update t is. The facts in the decision go to range 0 only. `whole` asks for the states too."""
         self.totals.pop(t, None)
         bare = {name: value for name, value in decision.items() if name != "facts"}
         return self._ask(

@@ -1,12 +1,12 @@
 """The weights that a step with a delay is computed with: the servers' last values, and what this worker knows of later
 updates.
 
-With momentum β, gradients of weights that are d updates old are stable only up to a curvature × rate of 38, 1.0, 0.51,
-0.35, 0.26 for d = 0 to 4 (β = 0.9, in the direction of an eigenvector; tests/parallel/server/test_delay.py): one update costs a factor of
+With momentum 0.9, gradients of weights that are d updates old are stable only up to a curvature × rate of 38, 1.0,
+0.51, 0.35, 0.26 for d = 0 to 4 (along an eigenvector; tests/parallel/server/test_delay.py): one update costs a factor of
 38, and a smaller rate does not win it back. So a worker runs the servers' rule on their last values and states with its
-own gradients of the updates that they do not have, times the number of workers (read-my-writes, Ho et al. 2013, for
-any elementwise rule). Only the other workers' difference from its own gradients is then old. With one worker nothing
-is: the run equals that without a delay. It costs pulls of states: 3 N instead of N values with AdamW.
+own gradients of the updates that they do not have, times the number of workers (read-my-writes, Ho et al. 2013, for any
+elementwise rule). Only the other workers' difference from its own gradients is then old. With one worker nothing is:
+the run equals that without a delay. It costs pulls of states: 3 N instead of N values with AdamW.
 """
 
 from collections.abc import Mapping
