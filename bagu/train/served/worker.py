@@ -219,8 +219,9 @@ class Served:
         sums, largest = sums_of(parts)
         row = [*torch.stack([*sums, *largest]).double().tolist(), float(state.stop_asked)]
         self.client.push(t, _array(state.flat.grad), row)
-        if self._ahead is not None and self.delay and math.isfinite(norm):
-            self._ahead.expect(t, self._own_decision(state, ahead, norm))
+        if self._ahead is not None and self.delay:
+            own = self._own_decision(state, ahead, norm) if math.isfinite(norm) else None
+            self._ahead.expect(t, _array(state.flat.master), _array(state.flat.grad), own)
         names = [*parts[0].metrics, *parts[0].peaks]
         self._flying.append(_Pushed(totals=totals, names=names, peaks=len(largest), age=t - 1 - self._version))
 

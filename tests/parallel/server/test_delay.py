@@ -43,18 +43,20 @@ def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str, torch.Tensor]:
     """The weights of the same run in one process: each worker's part at weights of `delay` updates before, with its
-    own gradients since then."""
+    own gradients since then, and with first moments of its own gradients alone."""
     made, data = tiny.model(case), tiny.loader(case.micro_batches)
     state = TrainState(made, tiny.config(case, alone=True))
     flat, optimizer = state.flat, state.optimizer
     held: list[list[torch.Tensor]] = []  # values and states after each update
     pushed: list[list[torch.Tensor]] = []  # gradients of each step, by worker
+    first = [part.state[name] for part in optimizer.parts for name in ("velocity", "exp_avg") if name in part.state]
+    own = [[[torch.zeros_like(row) for row in first]] for _ in range(workers)]  # first moments after each step
 
     def rows() -> list[torch.Tensor]:
         return [flat.master, *(t for part in optimizer.parts for t in part.state.values())]
 
-    def put(values: list[torch.Tensor]) -> None:
-        for to, value in zip(rows(), values, strict=True):
+    def put(to_rows: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        for to, value in zip(to_rows, values, strict=True):
             to.copy_(value)
 
     def update(gradient: torch.Tensor, number: int) -> None:
@@ -68,15 +70,19 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
             held.append([row.clone() for row in rows()])
             version, batches, mine = max(0, t - 1 - delay), data.batch(t - 1), list[torch.Tensor]()
             for worker in range(workers):
-                put(held[version])
+                put(rows(), held[version])
+                put(first, own[worker][version] if own_ahead else first)
                 for late in range(version + 1, t) if own_ahead else ():
                     update(workers * pushed[late - 1][worker], late)
                 share = range(worker, len(batches), workers)
                 run_backwards(state, batches, share, state.loss.totals(batches), ahead=t - 1)
                 flat.finish()
                 mine.append(flat.grad.clone())
+                put(first, own[worker][-1])
+                update(workers * mine[-1], t)
+                own[worker].append([row.clone() for row in first])
             pushed.append(mine)
-            put(held[-1])
+            put(rows(), held[-1])
             update(torch.stack(mine).sum(0), t)
     return {name: value.detach().clone() for name, value in made.state_dict().items()}
 
