@@ -63,10 +63,9 @@ class Client:
         with self._changed:
             self._send(self.session.push(t, flat, row))
 
-    def total(self, t: int, *, wait: bool = True) -> Total | None:
-        """The sums of update t; without `wait`, None if some worker has not pushed yet."""
-        if wait:
-            self._wait(lambda: self.session.total(t) is not None, f"update {t} of all workers")
+    def total(self, t: int, *, within: float | None = None) -> Total | None:
+        """The sums of update t; None if some worker has not pushed `within` so many seconds."""
+        self._wait(lambda: self.session.total(t) is not None, f"update {t} of all workers", within)
         with self._changed:
             return self.session.total(t)
 
@@ -80,9 +79,9 @@ class Client:
         if pull and wait:
             self.wait_for_values(t)
 
-    def wait_for_values(self, t: int) -> None:
-        """Return when values of version t or later, which were asked for, are here."""
-        self._wait(lambda: self.session.has_values(t), f"the values after update {t}")
+    def wait_for_values(self, t: int, *, within: float | None = None) -> None:
+        """Return when values of version t or later, which were asked for, are here, or `within` so many seconds."""
+        self._wait(lambda: self.session.has_values(t), f"the values after update {t}", within)
 
     def load(
         self, t: int, rows: Sequence[np.ndarray], rule: Mapping[str, Any], workers: int, decision: Mapping[str, Any]
@@ -159,12 +158,12 @@ class Client:
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        begun = again = time.monotonic()
+    def _wait(self, ready: Callable[[], bool], what: str, within: float | None = None) -> None:
+        begun = again = now = time.monotonic()
         with self._changed:
-            while not ready():
+            while not ready() and (within is None or now - begun < within):
                 self._check()
-                self._changed.wait(0.05)
+                self._changed.wait(0.05 if within is None else min(0.05, begun + within - now))
                 now = time.monotonic()
                 if now - again > AGAIN_S or (self._lost_at is not None and now - self._lost_at > LOST_S):
                     again, self._lost_at = now, None

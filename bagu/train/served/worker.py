@@ -33,6 +33,10 @@ from bagu.train.step import StepResult, idle_step, run_backwards, step, sums_of
 
 Batches = Callable[[], Sequence[MicroBatch]]
 
+# Shares of the time of a gradient. A worker that may be ahead still waits so long for the others' pushes, which brings
+# workers of equal speed together, and for values of an update that is decided, which come soon: old ones cost loss.
+SOON_TOTAL, SOON_VALUES = 0.03, 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPlace:
@@ -190,7 +194,7 @@ class Served:
     def _next(self, state: TrainState, batches: Batches) -> StepResult:
         while True:
             ahead = len(self._flying)
-            if ahead and self.client.total(self._t + 1, wait=False) is not None:
+            if ahead and self.client.total(self._t + 1, within=SOON_TOTAL * self._seconds) is not None:
                 return self._decide(state)
             step = state.step + ahead
             if self._held is not None or ahead > self.delay or step >= self.stop or (ahead and self._due(step)):
@@ -209,6 +213,8 @@ class Served:
         totals = state.loss.totals(batches)
         t = self._t + ahead + 1
         self.client.wait_for_values(t - 1 - self.delay)  # no older ones are used
+        self.client.wait_for_values(self._asked, within=SOON_VALUES * self._seconds)
+        begun = time.monotonic()
         self._read_ahead(state, t)
         parts = run_backwards(state, batches, mine, totals, ahead=ahead)
         if parts[0].expert_load:
@@ -218,6 +224,7 @@ class Served:
         norm = float(state.flat.finish())
         sums, largest = sums_of(parts)
         row = [*torch.stack([*sums, *largest]).double().tolist(), float(state.stop_asked)]
+        self._seconds = time.monotonic() - begun
         self.client.push(t, _array(state.flat.grad), row)
         if self._ahead is not None and self.delay:
             own = self._own_decision(state, ahead, norm) if math.isfinite(norm) else None
@@ -256,7 +263,7 @@ class Served:
             "skip": skipped is not None, "lr": lr, "step": state.updates, "facts": facts_of(state),
             "scale": clip / norm if clip is not None and norm > clip else 1.0,
         }  # fmt: skip
-        more = bool(self._flying) and self.client.total(self._t + 1, wait=False) is not None
+        more = bool(self._flying) and self.client.total(self._t + 1, within=0) is not None
         whole = self._ahead is not None and self.delay > 0
         # of several that are ready, the last reads
         self.client.commit(self._t, decision, pull=not more, wait=False, whole=whole)
@@ -299,6 +306,7 @@ class Served:
     _start: torch.Tensor | None = None
     _age = 0
     _asked = 0  # the newest version that was asked for
+    _seconds = 0.0  # of the last gradient
 
     def row(self) -> dict[str, float | int | None]:
         """The metrics of the last step: how long this worker waited, how old its weights were, what it sent and got."""

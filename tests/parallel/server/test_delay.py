@@ -38,7 +38,7 @@ def group() -> Iterator[Local]:
 def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run ahead as far as they may: then every read of step t has version t - delay."""
     total = Client.total
-    monkeypatch.setattr(Client, "total", lambda self, t, wait=True: total(self, t) if wait else None)
+    monkeypatch.setattr(Client, "total", lambda self, t, within=None: total(self, t) if within is None else None)
 
 
 def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str, torch.Tensor]:
