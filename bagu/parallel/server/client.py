@@ -69,13 +69,11 @@ class Client:
         with self._changed:
             return self.session.total(t)
 
-    def commit(
-        self, t: int, decision: Mapping[str, Any], *, pull: bool = True, wait: bool = True, whole: bool = False
-    ) -> None:
-        """Decide update t; with `pull`, ask for the values after it (`whole`: and the states), and with `wait` return
-        when they are here: all servers have the update then."""
+    def commit(self, t: int, decision: Mapping[str, Any], *, pull: bool = True, wait: bool = True) -> None:
+        """Decide update t; with `pull`, ask for the values after it, and with `wait` return when they are here: all
+        servers have the update then."""
         with self._changed:
-            self._send(self.session.commit(t, decision, pull=pull, whole=whole))
+            self._send(self.session.commit(t, decision, pull=pull))
         if pull and wait:
             self.wait_for_values(t)
 
@@ -90,18 +88,20 @@ class Client:
             self._send(self.session.load(t, rows, rule, workers, decision))
         self._wait(lambda: self.session.has_values(t), "the servers to load the state")
 
-    def pull(self, t: int, *, whole: bool = False) -> None:
-        """Have values of version t or later, or with `whole` values and states."""
+    def pull(self, t: int) -> None:
+        """Have values of version t or later."""
         with self._changed:
-            self._send(self.session.pull(t, whole=whole))
-        ready = self.session.has_states if whole else lambda: self.session.has_values(t)
-        self._wait(ready, f"{'states' if whole else 'values'} of version {t}")
+            self._send(self.session.pull(t))
+        self._wait(lambda: self.session.has_values(t), f"values of version {t}")
 
     def memory(self, t: int, rows: Sequence[np.ndarray]) -> None:
         """Write the values and states of version t into flat arrays. No worker may push a later update meanwhile."""
-        self.pull(t, whole=True)
         with self._changed:
-            for r in self.session.ranges:
+            self._send(self.session.pull(t, whole=True))
+        ranges = self.session.ranges
+        self._wait(lambda: len(self.session.memories) == len(ranges), f"the states of version {t}")
+        with self._changed:
+            for r in ranges:
                 for row, values in zip(rows, self.session.memories[r.number], strict=True):
                     r.put(row, values)
             self.session.memories = {}
@@ -136,19 +136,9 @@ class Client:
         with self._changed:
             return min(self.session.versions.get(r.number, -1) for r in self.session.ranges)
 
-    def read(self, flat: np.ndarray) -> int:
+    def read(self, flat: np.ndarray, moves: Mapping[int, np.ndarray] | None = None) -> int:
         with self._changed:
-            return self.session.read(flat)
-
-    def ahead(self, last: int) -> list[tuple[int, np.ndarray, np.ndarray | None, list[tuple[int, np.ndarray]]]]:
-        """Of each range: the version, the values, the rows with the states if they came along, and this worker's pushes
-        of later updates up to `last`."""
-        with self._changed:
-            own = self.session
-            return [
-                (own.versions[r.number], own.values[r.number], own.states.get(r.number), own.ahead(r.number, last))
-                for r in own.ranges
-            ]
+            return self.session.read(flat, moves)
 
     def close(self) -> None:
         self._ended.set()

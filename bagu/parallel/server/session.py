@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bagu.errors import BaguError
-from bagu.parallel.server.compress import Compressor, Method, decode
+from bagu.parallel.server.compress import Compressor, Method
 from bagu.parallel.server.keys import Range, digest
 from bagu.parallel.server.membership import Map
 from bagu.parallel.server.node import Address, Out
@@ -35,7 +35,6 @@ class Session:
         self.totals: dict[int, dict[int, Total]] = {}  # t: by range
         self.versions: dict[int, int] = {}  # of the values that came last, by range
         self.values: dict[int, np.ndarray] = {}
-        self.states: dict[int, np.ndarray] = {}  # by range: the rows of the same version, if they were asked for
         self.decision: Mapping[str, Any] = {}  # the one that came with range 0
         self.memories: dict[int, np.ndarray] = {}  # by range: values and states
         self.refused: str | None = None
@@ -57,14 +56,14 @@ class Session:
         self.sent += sum(m.data.nbytes for m in self.kept[t])
         return self._ask(self.kept[t])
 
-    def commit(self, t: int, decision: Mapping[str, Any], *, pull: bool = True, whole: bool = False) -> list[Out]:
-        """Say what update t is. The facts in the decision go to range 0 only. `whole` asks for the states too."""
+    def commit(self, t: int, decision: Mapping[str, Any], *, pull: bool = True) -> list[Out]:
+        """Say what update t is. The facts in the decision go to range 0 only."""
         self.totals.pop(t, None)
         bare = {name: value for name, value in decision.items() if name != "facts"}
         return self._ask(
             Message(
                 kind="commit", range=r.number, t=t, worker=self.worker,
-                more={"decision": bare if r.number else decision, "pull": pull, "whole": whole},
+                more={"decision": bare if r.number else decision, "pull": pull},
             )
             for r in self.ranges
         )  # fmt: skip
@@ -136,26 +135,21 @@ class Session:
         elif m.kind == "total":
             self.totals.setdefault(m.t, {})[m.range] = Total(**m.more)
             self.open.pop(("push", m.t, m.range), None)
-        elif m.kind in ("values", "memory"):
-            values = m.data.view(self.dtype)
-            self._take(m, values.reshape(-1, m.more["size"]) if len(values) else values.reshape(1, 0))
+        elif m.kind == "values":
+            self._take(m)
+        elif m.kind == "memory":
+            self.memories[m.range] = m.data.view(self.dtype).reshape(-1, m.more["size"])
+            self.open.pop(("pull", m.t, m.range), None)
         return []
 
-    def _take(self, m: Message, rows: np.ndarray) -> None:
+    def _take(self, m: Message) -> None:
         self.received += m.data.nbytes
         if m.t >= self.versions.get(m.range, -1):
-            self.versions[m.range], self.values[m.range] = m.t, rows[0]
-            self.states.pop(m.range, None)
-            if m.kind == "memory":
-                self.states[m.range] = rows
+            self.versions[m.range], self.values[m.range] = m.t, m.data.view(self.dtype)
             if m.range == 0:
                 self.decision = m.more["decision"]
-        for (kind, t, number), asked in list(self.open.items()):
+        for kind, t, number in list(self.open):
             if number == m.range and t <= m.t and kind != "push":
-                if kind == "pull" and asked.more["whole"]:
-                    if m.kind != "memory":
-                        continue
-                    self.memories[m.range] = rows
                 del self.open[kind, t, number]
         safe = min(self.versions.get(r.number, -1) for r in self.ranges)
         self.kept = {t: kept for t, kept in self.kept.items() if t > safe}
@@ -171,29 +165,17 @@ class Session:
         """Whether values of version t or later are there for every range."""
         return all(self.versions.get(r.number, -1) >= t for r in self.ranges)
 
-    def has_states(self) -> bool:
-        """Whether the states that were pulled are there for every range."""
-        return len(self.memories) == len(self.ranges)
-
-    def read(self, flat: np.ndarray) -> int:
-        """Write the values that came last into a flat array; return the oldest version among them."""
+    def read(self, flat: np.ndarray, moves: Mapping[int, np.ndarray] | None = None) -> int:
+        """Write the values that came last into a flat array; return the oldest version among them. `moves` are added
+        where the values do not have the update of that number."""
         for r in self.ranges:
-            r.put(flat, self.values[r.number])
+            late = [move for t, move in (moves or {}).items() if t > self.versions[r.number]]
+            r.put(flat, sum((r.take(move) for move in late), self.values[r.number]))
         return min(self.versions[r.number] for r in self.ranges)
 
     def state(self) -> dict[str, Any]:
         """For an error: by which map, with what values, waiting for which answers."""
         return {"epoch": self.map.epoch, "empty": self.map.empty, "versions": self.versions, "open": sorted(self.open)}
-
-    def ahead(self, number: int, last: int) -> list[tuple[int, np.ndarray]]:
-        """This worker's pushes of the updates up to `last` that the values of a range do not have, by their numbers."""
-        size, method = self.ranges[number].size, self.compressor.method
-        return [
-            (t, decode(method, m.data, size, self.dtype))
-            for t in range(self.versions[number] + 1, last + 1)
-            for m in self.kept.get(t, [])
-            if m.kind == "push" and m.range == number
-        ]
 
     def check(self) -> None:
         """Raise if the servers refused a message, or a range that was loaded is empty."""

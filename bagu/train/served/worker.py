@@ -71,7 +71,7 @@ class Served:
         self._held: Sequence[MicroBatch] | None = None  # of a step without tokens: it waits for the steps before
         self._client: Client | None = None
         self._version = 0
-        self._ahead: Ahead | None = None  # what a run with a delay reads by
+        self._ahead: Ahead | None = None  # since the first step with a delay
         self._guessed = False  # whether the model has weights that no server has
         self._begun = time.monotonic()
         self._last = (0, 0)
@@ -98,10 +98,6 @@ class Served:
             self._load(state, 0)
         else:
             self.client.pull(0)
-        if self.config.local_steps is None and self.config.own_ahead:
-            self._ahead = Ahead(self.client, self._rule_of(state))
-            if self.delay:
-                self.client.pull(0, whole=True)
         decision = self.client.session.decision
         self._t = self.client.session.versions[0]
         joined = not self.first or self._t > 0
@@ -118,8 +114,8 @@ class Served:
         rows = [state.flat.master, *_state_rows(state)] if self.config.local_steps is None else [
             state.flat.master, torch.zeros_like(state.flat.master),
         ]  # fmt: skip
-        decision = {"facts": facts_of(state)}
-        self.client.load(t, [row.cpu().numpy() for row in rows], self._rule_of(state), self.config.workers, decision)
+        decision, rule = {"facts": facts_of(state)}, self._rule_of(state)
+        self.client.load(t, [row.cpu().numpy() for row in rows], rule, self.config.workers, decision)
 
     def _rule_of(self, state: TrainState) -> dict[str, Any]:
         """The update of the servers."""
@@ -162,12 +158,27 @@ class Served:
 
     def _read_ahead(self, state: TrainState, t: int) -> None:
         """Bring the weights for the gradient of update t into the model."""
-        if self._ahead is not None and (self.delay or self._guessed):
-            self._version = self._ahead.read(_array(state.flat.master), t - 1)
+        if self._ahead is not None:
+            self._version = self._ahead.read(_array(state.flat.master))
             self._guessed = self._version < t - 1
             state.publish()
         elif self.client.version > self._version:
             self._read(state)
+
+    def _expect(self, state: TrainState, t: int, ahead: int, norm: float) -> None:
+        """Keep what update t would be if every worker had this one's gradient."""
+        if not (self.delay and self.config.own_ahead and math.isfinite(norm)):
+            return
+        if self._ahead is None:
+            rows = [row.cpu().numpy() for row in [state.flat.master, *_state_rows(state)]]
+            if state.updates + ahead:  # the states of the servers; values are read with the next step
+                self.client.memory(0, [np.empty_like(rows[0]), *rows[1:]])
+            self._ahead = Ahead(self.client, self._rule_of(state), rows[1:])
+        config, whole = state.config, norm * self.config.workers
+        clipped = config.clip / whole if config.clip is not None and whole > config.clip else 1.0
+        lr = config.optimizer.lr * factor(config.schedule, state.step + ahead, config.steps)
+        decision = {"lr": lr, "step": state.updates + ahead + 1, "scale": self.config.workers * clipped}
+        self._ahead.expect(t, _array(state.flat.master), _array(state.flat.grad), decision)
 
     def close(self) -> None:
         if self._client is not None:
@@ -226,18 +237,9 @@ class Served:
         row = [*torch.stack([*sums, *largest]).double().tolist(), float(state.stop_asked)]
         self._seconds = time.monotonic() - begun
         self.client.push(t, _array(state.flat.grad), row)
-        if self._ahead is not None and self.delay:
-            own = self._own_decision(state, ahead, norm) if math.isfinite(norm) else None
-            self._ahead.expect(t, _array(state.flat.master), _array(state.flat.grad), own)
+        self._expect(state, t, ahead, norm)
         names = [*parts[0].metrics, *parts[0].peaks]
         self._flying.append(_Pushed(totals=totals, names=names, peaks=len(largest), age=t - 1 - self._version))
-
-    def _own_decision(self, state: TrainState, ahead: int, norm: float) -> dict[str, Any]:
-        """How the update would be made if every worker had this one's gradient."""
-        config, whole = state.config, norm * self.config.workers
-        clipped = config.clip / whole if config.clip is not None and whole > config.clip else 1.0
-        lr = config.optimizer.lr * factor(config.schedule, state.step + ahead, config.steps)
-        return {"lr": lr, "step": state.updates + ahead + 1, "scale": self.config.workers * clipped}
 
     def _decide(self, state: TrainState) -> StepResult:
         """Decide the next update by the sums of all workers, and read the values after it."""
@@ -264,9 +266,7 @@ class Served:
             "scale": clip / norm if clip is not None and norm > clip else 1.0,
         }  # fmt: skip
         more = bool(self._flying) and self.client.total(self._t + 1, within=0) is not None
-        whole = self._ahead is not None and self.delay > 0
-        # of several that are ready, the last reads
-        self.client.commit(self._t, decision, pull=not more, wait=False, whole=whole)
+        self.client.commit(self._t, decision, pull=not more, wait=False)  # of several that are ready, the last reads
         self._asked = self._asked if more else self._t
         self._age = pushed.age
         self.client.clock = {
