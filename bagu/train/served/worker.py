@@ -167,6 +167,8 @@ class Served:
 
     def _expect(self, state: TrainState, t: int, ahead: int, norm: float) -> None:
         """Keep what update t would be if every worker had this one's gradient."""
+        if not (self.delay and self.config.own_ahead):
+            self._ahead = None  # its states would be old when a delay is set again
         if not (self.delay and self.config.own_ahead and math.isfinite(norm)):
             return
         if self._ahead is None:
