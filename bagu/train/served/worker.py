@@ -71,8 +71,7 @@ class Served:
         self._held: Sequence[MicroBatch] | None = None  # of a step without tokens: it waits for the steps before
         self._client: Client | None = None
         self._version = 0
-        self._ahead: Ahead | None = None  # since the first step with a delay
-        self._guessed = False  # whether the model has weights that no server has
+        self._ahead: Ahead | None = None  # of a run with a delay: this worker has a place of its own
         self._begun = time.monotonic()
         self._last = (0, 0)
 
@@ -94,6 +93,9 @@ class Served:
             method=self.config.compress,
         )  # fmt: skip
         self.client.wait_for_map()
+        if self.config.delay and self.config.own_ahead:
+            states = [row.numpy() for row in _state_rows(state)]
+            self._ahead = Ahead(self.client, self._rule_of(state), states)
         if self.first and self.client.unloaded:
             self._load(state, 0)
         else:
@@ -111,9 +113,10 @@ class Served:
 
     def _load(self, state: TrainState, t: int) -> None:
         """Send the whole state as update t."""
-        rows = [state.flat.master, *_state_rows(state)] if self.config.local_steps is None else [
-            state.flat.master, torch.zeros_like(state.flat.master),
-        ]  # fmt: skip
+        rows = [state.flat.master]
+        if self._ahead is None:
+            own = self.config.local_steps is None
+            rows += _state_rows(state) if own else [torch.zeros_like(state.flat.master)]
         decision, rule = {"facts": facts_of(state)}, self._rule_of(state)
         self.client.load(t, [row.cpu().numpy() for row in rows], rule, self.config.workers, decision)
 
@@ -121,6 +124,8 @@ class Served:
         """The update of the servers."""
         outer = OptimizerConfig(kind="nesterov", lr=self.config.outer_lr, momentum=self.config.outer_momentum)
         rule = state.config.optimizer if self.config.local_steps is None else outer
+        if self._ahead is not None:
+            rule = OptimizerConfig(kind="sgd", lr=1.0, weight_decay=0.0)  # adds moves
         return rule_of(rule, state.flat, self.config.servers)  # type: ignore[arg-type]
 
     def restored(self, state: TrainState) -> None:
@@ -140,7 +145,10 @@ class Served:
         if self.config.local_steps is None and self._t:
             self._catch_up(state)
             rows = [row.numpy() for row in _state_rows(state)]
-            self.client.memory(self._t, [np.empty_like(state.flat.master.numpy()), *rows])
+            if self._ahead is not None:
+                self._ahead.states(rows)
+            else:
+                self.client.memory(self._t, [np.empty_like(state.flat.master.numpy()), *rows])
             _put_state_rows(state, rows)
 
     def _catch_up(self, state: TrainState) -> None:
@@ -148,39 +156,32 @@ class Served:
         if self._asked < self._t and self.client.version < self._t:
             self.client.pull(self._t)
         self.client.wait_for_values(self._t)
-        if self.client.version > self._version or self._guessed:
+        if self.client.version > self._version or self._ahead is not None:
             self._read(state)
 
     def _read(self, state: TrainState) -> None:
         """Bring the values that came last into the model."""
-        self._version, self._guessed = self.client.read(_array(state.flat.master)), False
+        self._version = self.client.read(_array(state.flat.master))
         state.publish()
 
-    def _read_ahead(self, state: TrainState, t: int) -> None:
-        """Bring the weights for the gradient of update t into the model."""
+    def _draw(self, state: TrainState) -> None:
+        """Bring the weights for a gradient into the model."""
         if self._ahead is not None:
-            self._version = self._ahead.read(_array(state.flat.master))
-            self._guessed = self._version < t - 1
+            self._version = self._ahead.draw(_array(state.flat.master), self.delay)
             state.publish()
         elif self.client.version > self._version:
             self._read(state)
 
-    def _expect(self, state: TrainState, t: int, ahead: int, norm: float) -> None:
-        """Keep what update t would be if every worker had this one's gradient."""
-        if not (self.delay and self.config.own_ahead):
-            self._ahead = None  # its states would be old when a delay is set again
-        if not (self.delay and self.config.own_ahead and math.isfinite(norm)):
-            return
-        if self._ahead is None:
-            rows = [row.cpu().numpy() for row in [state.flat.master, *_state_rows(state)]]
-            if state.updates + ahead:  # the states of the servers; values are read with the next step
-                self.client.memory(0, [np.empty_like(rows[0]), *rows[1:]])
-            self._ahead = Ahead(self.client, self._rule_of(state), rows[1:])
+    def _move(self, state: TrainState, t: int, ahead: int, norm: float) -> np.ndarray:
+        """Make this worker's move by its gradient, and return its part of update t as the servers subtract it."""
+        assert self._ahead is not None
         config, whole = state.config, norm * self.config.workers
         clipped = config.clip / whole if config.clip is not None and whole > config.clip else 1.0
         lr = config.optimizer.lr * factor(config.schedule, state.step + ahead, config.steps)
-        decision = {"lr": lr, "step": state.updates + ahead + 1, "scale": self.config.workers * clipped}
-        self._ahead.expect(t, _array(state.flat.master), _array(state.flat.grad), decision)
+        own = {"lr": lr, "step": state.updates + ahead + 1, "scale": self.config.workers * clipped}
+        at, gradient = _array(state.flat.master), _array(state.flat.grad)
+        move = self._ahead.move(t, at, gradient, own if math.isfinite(norm) else None)
+        return move / -self.config.workers
 
     def close(self) -> None:
         if self._client is not None:
@@ -228,7 +229,7 @@ class Served:
         self.client.wait_for_values(t - 1 - self.delay)  # no older ones are used
         self.client.wait_for_values(self._asked, within=SOON_VALUES * self._seconds)
         begun = time.monotonic()
-        self._read_ahead(state, t)
+        self._draw(state)
         parts = run_backwards(state, batches, mine, totals, ahead=ahead)
         if parts[0].expert_load:
             raise ArgumentError(
@@ -236,10 +237,11 @@ class Served:
             )
         norm = float(state.flat.finish())
         sums, largest = sums_of(parts)
-        row = [*torch.stack([*sums, *largest]).double().tolist(), float(state.stop_asked)]
+        values = torch.stack([*sums, *largest]).double().tolist()
+        row = [norm, *values, float(state.stop_asked)]
+        pushed = _array(state.flat.grad) if self._ahead is None else self._move(state, t, ahead, norm)
         self._seconds = time.monotonic() - begun
-        self.client.push(t, _array(state.flat.grad), row)
-        self._expect(state, t, ahead, norm)
+        self.client.push(t, pushed, row)
         names = [*parts[0].metrics, *parts[0].peaks]
         self._flying.append(_Pushed(totals=totals, names=names, peaks=len(largest), age=t - 1 - self._version))
 
@@ -251,20 +253,23 @@ class Served:
         table, tops = np.array(total.rows), pushed.peaks + 1
         added, most = table[:, :-tops].sum(0).tolist(), table[:, -tops:].max(0).tolist()
         state.stop_asked = most.pop() > 0
-        loss, norm = added[0], float(np.sqrt(total.square))
-        metrics = state.loss.metrics(loss, dict(zip(pushed.names, [*added[1:], *most], strict=True)), pushed.totals)
+        norms, loss, *sums = added
+        # of moves there is no gradient: the mean of what the workers take for its norm
+        norm = float(np.sqrt(total.square)) if self._ahead is None else norms
+        metrics = state.loss.metrics(loss, dict(zip(pushed.names, [*sums, *most], strict=True)), pushed.totals)
         skipped = state.guard.judge(loss, norm)
-        clip = state.config.clip
+        clip = state.config.clip if self._ahead is None else None
         if skipped is None:
             state.updates += 1
             state.step += 1
             state.loss.updated(metrics)
             state.loss.stepped(metrics)
         elif self._ahead is not None:
-            self._ahead.refuse(self._t)
+            self._ahead.refuse(self._t, _array(state.flat.master))
         state.data_step += 1
         decision = {
-            "skip": skipped is not None, "lr": lr, "step": state.updates, "facts": facts_of(state),
+            "skip": skipped is not None, "lr": lr if self._ahead is None else 1.0, "step": state.updates,
+            "facts": facts_of(state),
             "scale": clip / norm if clip is not None and norm > clip else 1.0,
         }  # fmt: skip
         more = bool(self._flying) and self.client.total(self._t + 1, within=0) is not None

@@ -20,6 +20,7 @@ from bagu.parallel.server.client import Client
 from bagu.train import TrainState
 from bagu.train.prepare import prepared
 from bagu.train.schedule import factor
+from bagu.train.served.ahead import PULL
 from bagu.train.served.config import ServedConfig
 from bagu.train.step import run_backwards
 
@@ -41,22 +42,16 @@ def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str, torch.Tensor]:
-    """The weights of the same run in one process: each worker's part at weights of `delay` updates before, with its
-    own gradients since then, and with states of its own gradients alone."""
+    """The weights of the same run in one process. Each worker's gradient of a step is taken with weights of `delay`
+    updates before, or with `own_ahead` at its own place, which is drawn to those and its moves since then."""
     made, data = tiny.model(case), tiny.loader(case.micro_batches)
     state = TrainState(made, tiny.config(case, alone=True))
     flat, optimizer = state.flat, state.optimizer
-    held: list[list[torch.Tensor]] = []  # values and states after each update
-    states = [state for part in optimizer.parts for state in part.state.values()]
+    states = [row for part in optimizer.parts for row in part.state.values()]
     own = [[torch.zeros_like(row) for row in states] for _ in range(workers)]
-    moved: list[list[torch.Tensor]] = [[] for _ in range(workers)]  # what each gradient would do alone
-
-    def rows() -> list[torch.Tensor]:
-        return [flat.master, *states]
-
-    def put(to_rows: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        for to, value in zip(to_rows, values, strict=True):
-            to.copy_(value)
+    places = [flat.master.clone() for _ in range(workers)]
+    moves: list[list[torch.Tensor]] = [[] for _ in range(workers)]
+    values = [flat.master.clone()]  # after each update
 
     def update(gradient: torch.Tensor, number: int) -> None:
         flat.grad.copy_(gradient)
@@ -64,25 +59,37 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
         lr = state.config.optimizer.lr * factor(state.config.schedule, number - 1, case.steps)
         optimizer.update(lr=lr, step=number, scale=CLIP / norm if norm > CLIP else 1.0)
 
+    def gradient(at: torch.Tensor, worker: int, t: int) -> torch.Tensor:
+        flat.master.copy_(at)
+        batches = data.batch(t - 1)
+        share = range(worker, len(batches), workers)
+        run_backwards(state, batches, share, state.loss.totals(batches), ahead=t - 1)
+        flat.finish()
+        return flat.grad.clone()
+
+    def move(worker: int, t: int) -> torch.Tensor:
+        version = max(0, t - 1 - delay)
+        there = values[version] + sum(moves[worker][version:], torch.zeros(()))
+        place = places[worker] + PULL * (there - places[worker])
+        found = gradient(place, worker, t)
+        for row, mine in zip(states, own[worker], strict=True):
+            row.copy_(mine)
+        update(workers * found, t)
+        own[worker], places[worker] = [row.clone() for row in states], flat.master.clone()
+        return places[worker] - place
+
     with prepared(state.model, state.config, tiny.CPU):
         for t in range(1, case.steps + 1):
-            held.append([row.clone() for row in rows()])
-            version, batches, mine = max(0, t - 1 - delay), data.batch(t - 1), list[torch.Tensor]()
-            for worker in range(workers):
-                flat.master.copy_(held[version][0])
-                if own_ahead:
-                    flat.master.add_(sum(moved[worker][version : t - 1], torch.zeros(())))
-                share = range(worker, len(batches), workers)
-                run_backwards(state, batches, share, state.loss.totals(batches), ahead=t - 1)
-                flat.finish()
-                mine.append(flat.grad.clone())
-                put(states, own[worker])
-                at = flat.master.clone()
-                update(workers * mine[-1], t)
-                moved[worker].append(flat.master - at)
-                own[worker] = [row.clone() for row in states]
-            put(rows(), held[-1])
-            update(torch.stack(mine).sum(0), t)
+            if own_ahead:
+                for worker in range(workers):
+                    moves[worker].append(move(worker, t))
+                values.append(values[-1] + sum(m[-1] for m in moves) / workers)
+            else:
+                parts = [gradient(values[max(0, t - 1 - delay)], worker, t) for worker in range(workers)]
+                flat.master.copy_(values[-1])
+                update(torch.stack(parts).sum(0), t)
+                values.append(flat.master.clone())
+    flat.master.copy_(values[-1])
     return {name: value.detach().clone() for name, value in made.state_dict().items()}
 
 
@@ -99,7 +106,7 @@ def test_a_delay_has_the_bits_of_one_process_with_these_ages(
 
 
 def test_one_worker_with_a_delay_equals_the_run_without(group: Local, oldest: None) -> None:
-    """All updates in flight are its own, so it reads what the servers will have."""
+    """All updates in flight are its own, so its place is what the servers will have."""
     case = Case(name="", steps=STEPS, micro_batches=2)
     losses, weights = tiny.run(case, alone=True)
     found = run(case, group, ServedConfig(servers=3, workers=1, delay=4))
