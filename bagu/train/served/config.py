@@ -13,8 +13,8 @@ MOST_DELAY = 32
 @dataclass(frozen=True, kw_only=True)
 class ServedConfig:
     """`servers` keep the parameters and update them, `workers` compute gradients. A worker may be `delay` updates ahead
-    of the slowest one; 0 waits for all, and equals data parallelism. With a delay, a worker adds its own part of the
-    updates in flight to what it reads (ahead.py), unless `own_ahead` is false: then training learns much less a step.
+    of the slowest one; 0 waits for all, and equals data parallelism. With a delay, workers run the optimizer and
+    servers add the mean of their moves (ahead.py), unless `own_ahead` is false: then training learns much less a step.
     `compress` rounds gradients on the wire, with error feedback. With `local_steps` a worker makes so many steps of its
     own between exchanges, and the servers follow the mean of the workers by Nesterov's rule with `outer_lr` and
     `outer_momentum` (DiLoCo, arXiv 2311.08105).
