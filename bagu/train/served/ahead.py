@@ -1,10 +1,10 @@
-"""Where a worker of a run with a delay is: it makes its own moves at once, and is drawn to what the servers have.
+"""The weights y of a worker in a run with a delay: it applies its own updates at once, and approaches the servers'.
 
-    u        its move: the rule with states of its own gradients, as if all workers had them
-    y ← y + α (x + Σ u − y)       x the servers' last values, Σ u its moves that they do not have
+    u                             its update: the rule with states of its own gradients, as if all workers had them
+    y ← y + α (x + Σ u − y)       x the servers' last values, Σ u its updates that these do not include
     y ← y + u                     after its gradient at y; the servers get u / workers and add those of all workers
 
-The servers' values are the mean of the workers' places, whatever the rule and the delay: only differences of workers
+The servers' values are the mean of the workers' weights, whatever the rule and the delay: only differences of workers
 are old. Old gradients alone do not train: with momentum 0.9 those that are d updates old are stable up to a
 curvature × rate of 38, 1.0, 0.51, 0.35, 0.26 for d = 0 to 4 (along an eigenvector; test_delay.py).
 A difference of workers is stable up to 19, 10, 5.3, 3.2 for d = 1 to 4 with α = 1, and 37, 29, 37, 33 with 0.05.
@@ -26,7 +26,7 @@ PULL = 0.05  # α with a delay of at most 4; 0.2 / delay above
 
 
 class Ahead:
-    """The moves of one worker by `rule`. `states` are flat, one after another."""
+    """The updates of one worker by `rule`, its moves. `states` are flat, one after another."""
 
     def __init__(self, client: Client, rule: Mapping[str, Any], states: list[np.ndarray]) -> None:
         assert len(states) == len(RULES[rule["kind"]][1])
@@ -53,8 +53,8 @@ class Ahead:
         """Update t was decided: it changes nothing."""
         flat -= self._moves.pop(t, 0)
 
-    def draw(self, flat: np.ndarray, delay: int) -> int:
-        """Draw `flat` to the servers' values with the moves in flight; return the oldest version among the values."""
+    def approach(self, flat: np.ndarray, delay: int) -> int:
+        """Move `flat` toward the servers' values with the moves in flight; return the oldest version of the values."""
         there = np.empty_like(flat)
         oldest = self.client.read(there, self._moves)
         self._moves = {t: move for t, move in self._moves.items() if t > oldest}

@@ -71,7 +71,7 @@ class Served:
         self._held: Sequence[MicroBatch] | None = None  # of a step without tokens: it waits for the steps before
         self._client: Client | None = None
         self._version = 0
-        self._ahead: Ahead | None = None  # of a run with a delay: this worker has a place of its own
+        self._ahead: Ahead | None = None  # of a run with a delay: this worker has weights of its own
         self._begun = time.monotonic()
         self._last = (0, 0)
 
@@ -164,10 +164,10 @@ class Served:
         self._version = self.client.read(_array(state.flat.master))
         state.publish()
 
-    def _draw(self, state: TrainState) -> None:
+    def _approach(self, state: TrainState) -> None:
         """Bring the weights for a gradient into the model."""
         if self._ahead is not None:
-            self._version = self._ahead.draw(_array(state.flat.master), self.delay)
+            self._version = self._ahead.approach(_array(state.flat.master), self.delay)
             state.publish()
         elif self.client.version > self._version:
             self._read(state)
@@ -229,7 +229,7 @@ class Served:
         self.client.wait_for_values(t - 1 - self.delay)  # no older ones are used
         self.client.wait_for_values(self._asked, within=SOON_VALUES * self._seconds)
         begun = time.monotonic()
-        self._draw(state)
+        self._approach(state)
         parts = run_backwards(state, batches, mine, totals, ahead=ahead)
         if parts[0].expert_load:
             raise ArgumentError(

@@ -43,13 +43,13 @@ def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str, torch.Tensor]:
     """The weights of the same run in one process. Each worker's gradient of a step is taken with weights of `delay`
-    updates before, or with `own_ahead` at its own place, which is drawn to those and its moves since then."""
+    updates before, or with `own_ahead` at weights of its own, which approach those with its moves since then."""
     made, data = tiny.model(case), tiny.loader(case.micro_batches)
     state = TrainState(made, tiny.config(case, alone=True))
     flat, optimizer = state.flat, state.optimizer
     states = [row for part in optimizer.parts for row in part.state.values()]
     own = [[torch.zeros_like(row) for row in states] for _ in range(workers)]
-    places = [flat.master.clone() for _ in range(workers)]
+    weights = [flat.master.clone() for _ in range(workers)]
     moves: list[list[torch.Tensor]] = [[] for _ in range(workers)]
     values = [flat.master.clone()]  # after each update
 
@@ -70,13 +70,13 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
     def move(worker: int, t: int) -> torch.Tensor:
         version = max(0, t - 1 - delay)
         there = values[version] + sum(moves[worker][version:], torch.zeros(()))
-        place = places[worker] + PULL * (there - places[worker])
-        found = gradient(place, worker, t)
+        at = weights[worker] + PULL * (there - weights[worker])
+        found = gradient(at, worker, t)
         for row, mine in zip(states, own[worker], strict=True):
             row.copy_(mine)
         update(workers * found, t)
-        own[worker], places[worker] = [row.clone() for row in states], flat.master.clone()
-        return places[worker] - place
+        own[worker], weights[worker] = [row.clone() for row in states], flat.master.clone()
+        return weights[worker] - at
 
     with prepared(state.model, state.config, tiny.CPU):
         for t in range(1, case.steps + 1):
@@ -106,7 +106,7 @@ def test_a_delay_has_the_bits_of_one_process_with_these_ages(
 
 
 def test_one_worker_with_a_delay_equals_the_run_without(group: Local, oldest: None) -> None:
-    """All updates in flight are its own, so its place is what the servers will have."""
+    """All updates in flight are its own, so its weights are what the servers will have."""
     case = Case(name="", steps=STEPS, micro_batches=2)
     losses, weights = tiny.run(case, alone=True)
     found = run(case, group, ServedConfig(servers=3, workers=1, delay=4))
