@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from bagu.train.prepare import prepared
 from bagu.train.schedule import factor
 from bagu.train.served.ahead import PULL
 from bagu.train.served.config import ServedConfig
+from bagu.train.served.worker import Served
 from bagu.train.step import run_backwards
 
 STEPS, CLIP = 14, 0.5
@@ -39,6 +41,17 @@ def oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run ahead as far as they may: then every read of step t has version t - delay."""
     total = Client.total
     monkeypatch.setattr(Client, "total", lambda self, t, within=None: total(self, t) if within is None else None)
+
+
+def in_step(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker reads before all can: a slow one that asks for the values of an update could get those of a later."""
+    together, approach = threading.Barrier(workers), Served._approach
+
+    def wait(self: Served, state: TrainState) -> None:
+        together.wait(60)
+        approach(self, state)
+
+    monkeypatch.setattr(Served, "_approach", wait)
 
 
 def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str, torch.Tensor]:
@@ -96,8 +109,9 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
 @pytest.mark.parametrize("own_ahead", [True, False])
 @pytest.mark.parametrize(("kind", "delay"), [("adamw", 3), ("momentum", 1)])
 def test_a_delay_has_the_bits_of_one_process_with_these_ages(
-    kind: str, delay: int, own_ahead: bool, group: Local, oldest: None
+    kind: str, delay: int, own_ahead: bool, group: Local, oldest: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_step(2, monkeypatch)
     case = Case(name="", optimizer={"kind": kind}, steps=STEPS, micro_batches=2, options={"clip": CLIP})
     weights = alone(case, 2, delay, own_ahead=own_ahead)
     found = run(case, group, ServedConfig(servers=3, workers=2, delay=delay, own_ahead=own_ahead))
