@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bagu.errors import ArgumentError
+from bagu.errors import ArgumentError, BaguError
 from bagu.parallel.server.client import Client
 from bagu.train.loss import MicroBatch, Totals
 from bagu.train.memory.flat import FlatParameters
@@ -36,6 +36,7 @@ Batches = Callable[[], Sequence[MicroBatch]]
 # Shares of the time of a gradient. A worker that may be ahead still waits so long for the others' pushes, which brings
 # workers of equal speed together, and for values of an update that is decided, which come soon: old ones cost loss.
 SOON_TOTAL, SOON_VALUES = 0.03, 0.1
+JOIN_S = 60.0  # for an update that is decided to reach all ranges; another server may be starting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,13 @@ class Served:
         joined = not self.first or self._t > 0
         if joined:
             if self._t > 0:  # other ranges may have missed this decision, if all workers died
-                self.client.commit(self._t, decision)
+                self.client.commit(self._t, decision, wait=False)
+                self.client.wait_for_values(self._t, within=JOIN_S)
+                if self.client.version < self._t:
+                    raise BaguError(
+                        f"a part of update {self._t} is lost: a worker and a server died before it was copied",
+                        hint="bagu train --resume continues from the last checkpoint",
+                    )
             self._read(state)
             load_facts(state, decision["facts"])
         self.client.waited_s, self._begun = 0.0, time.monotonic()
