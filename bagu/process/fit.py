@@ -42,7 +42,8 @@ KINDS: dict[str, Callable[[dict[str, np.ndarray]], Model]] = {
 }  # fmt: skip
 SKILL_Z = 3.0  # standard errors by which the model must beat the mean: no shuffled target in 50 may pass
 FEWEST = 10  # rows
-SHARED = 100  # rows from which on the folds share the hyperparameters of the Gaussian process, and weights are greedy
+SHARED = 100  # rows from which on the folds share the hyperparameters of the Gaussian process
+GREEDY = 100  # rows from which on the weights of the ensemble are greedy
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _joined(
     """The ensemble, its interval and its scores."""
     honest = splits.honest.name
     tested = np.isfinite(done["mean"].held_out[honest])
-    weigh = greedy_weights if len(y) >= SHARED else error_weights
+    weigh = greedy_weights if len(y) >= GREEDY else error_weights
     weights = weigh({n: f.held_out[honest][tested] for n, f in done.items() if n != "mean"}, y[tested])
     joined = {
         s: sum((weights[n] * done[n].held_out[s] for n in weights if weights[n] > 0), np.zeros(len(y)))
