@@ -86,12 +86,16 @@ def test_a_request_without_a_token_survives_the_death_of_its_replica(mortal: Run
     streams = [client.completions.create(stream=True, prompt=f"s{i}", **LONG) for i in range(4)]
     begun = [next(iter(stream)) for stream in streams]
     assert all(chunk.choices for chunk in begun)
+    engines = mortal.engine_pids()
+    for pid in engines:  # no stream ends before the kill, however slowly this process is scheduled
+        os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(complete, client, f"w{i}", max_tokens=4) for i in range(6)]
         eventually(lambda: sum(by_replica(mortal, "replica_open_choices")) == 10, "six requests wait")
         before = by_replica(mortal, "replica_open_choices")
         assert min(before) > 2  # some at each
-        os.kill(mortal.engine_pids()[0], signal.SIGKILL)
+        os.kill(engines[0], signal.SIGKILL)
+        os.kill(engines[1], signal.SIGCONT)
         failed = 0
         for stream in streams:
             try:
