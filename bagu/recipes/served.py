@@ -19,7 +19,7 @@ from bagu.parallel.server.links import Link, connect
 from bagu.parallel.server.place import FILE, Place, new_group, write_place
 from bagu.parallel.server.wire import Message
 from bagu.parallel.unlike.workers import divide_cores, parse_workers
-from bagu.recipes.run import Run
+from bagu.recipes.run import Run, load_run
 from bagu.recipes.verbs import TrainOptions
 from bagu.runs.folder import RunFolder
 from bagu.train.optim import OptimizerConfig
@@ -178,6 +178,12 @@ def watch_main(folder: Path, *, delay: int | None, once: bool) -> int:
         raise BaguError(f"{folder} is not a run with parameter servers that has begun", hint="bagu train … --servers 4")
     if delay is not None:
         ServedConfig(delay=delay)  # raises for one that cannot be
+        served = load_run(RunFolder(folder).config_path).train.served
+        if delay and served is not None and served.own_ahead and not served.delay:
+            raise BaguError(
+                f"{folder} began without a delay: its servers run the optimizer, and it learns little from old gradients",
+                hint=f"bagu train --resume --out {folder} --delay {delay}",
+            )
         write_atomic(folder / DELAY, json.dumps(delay))
     while True:
         found = json.loads((folder / STATUS).read_text(encoding="utf-8"))

@@ -163,6 +163,8 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
 
     main_status(["watch", str(out), "--once"])
     assert "range 2: server" in capfd.readouterr().out
+    main_status(["watch", str(out), "--delay", "4", "--once"], code=2)
+    assert "began without a delay" in capfd.readouterr().err and not (out / "delay.json").exists()
     assert "Age of the weights" in (out / "report.html").read_text()
     more = {"steps": 70, "resume": True}
     assert train_main(TrainOptions(out=tmp_path / "alone", **more)) == 0
@@ -170,10 +172,10 @@ def test_a_run_survives_kills_and_resumes_with_fewer_servers(tmp_path: Path, cap
     assert closest(weights(tmp_path / "alone"), weights(out)) < 1e-4
 
 
-def main_status(words: list[str]) -> None:
+def main_status(words: list[str], code: int = 0) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
-    assert end.value.code == 0
+    assert end.value.code == code
 
 
 @pytest.mark.parametrize(
