@@ -213,6 +213,22 @@ def test_calls_get_an_error_after_the_shutdown_timeout(tmp_path: Path) -> None:
     assert "Traceback" not in log and "Exception" not in log, log
 
 
+def test_ctrl_c_while_the_engine_imports_prints_no_traceback(tmp_path: Path) -> None:
+    with running_server(tmp_path / "stderr", ready=False, fork=False) as running:
+        children = Path(f"/proc/{running.process.pid}/task")
+        named = eventually(lambda: spawned(children), "the engine starts")
+        for pid in [running.process.pid, *named]:  # a terminal sends it to all processes
+            os.kill(pid, signal.SIGINT)
+        assert running.process.wait(timeout=PATIENCE_S) == 0
+    assert (tmp_path / "stderr").read_text().count("Traceback") == 0
+
+
+def spawned(tasks: Path) -> list[int]:
+    """The processes that multiprocessing has spawned from the threads of a process."""
+    pids = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def test_sigterm_lets_running_calls_finish(mortal: Running) -> None:
     engine = mortal.engine_pid()
     with openai_client(mortal.url) as client:

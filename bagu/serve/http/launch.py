@@ -4,8 +4,10 @@ The two processes talk over a socket (wire/), so nothing else depends on where t
 """
 
 import multiprocessing
+import signal
 import socket
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from typing import NamedTuple, Protocol
 
 from bagu.serve.config import EngineConfig
@@ -49,7 +51,11 @@ class LocalEngine:
         spawn = multiprocessing.get_context("spawn")  # CUDA and OpenMP do not work after a fork
         self.connection, theirs = socket.socketpair()
         self._process = spawn.Process(target=engine_main, args=(theirs, *start), name="bagu-engine", daemon=True)
+        # a terminal sends Ctrl-C to all processes: while this one imports, it would print a traceback
+        resource_tracker.ensure_running()  # `start` would run it, and that unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
