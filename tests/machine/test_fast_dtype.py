@@ -34,7 +34,9 @@ def test_bf16_is_chosen_where_it_is_clearly_faster() -> None:
 def test_the_choice_agrees_with_a_timing(tmp_path: Path) -> None:
     """Time the same product: bf16 is chosen only if it is not slower, fp32 only if bf16 is not much faster."""
     chosen = compute_dtype(CPU)
-    rates = fast_dtype._rates_at(256 if matmul_rates().bf16 < matmul_rates().fp32 / 4 else 1024, rounds=2)
+    much_slower = matmul_rates().bf16 < matmul_rates().fp32 / 4
+    # the best of twelve: with more processes than cores, a process loses its core in the middle of a product
+    rates = fast_dtype._rates_at(256 if much_slower else 1024, rounds=2 if much_slower else 12)
     assert rates.bf16 > rates.fp32 / 1.5 if chosen == torch.bfloat16 else rates.bf16 < 2 * rates.fp32
     assert compute_dtype_name(CPU) == ("bf16" if chosen == torch.bfloat16 else "fp32")
 
