@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,8 @@ def forked() -> Iterator[None]:
 def pytest_sessionstart(session: pytest.Session) -> None:
     gc.disable()  # nothing that collection makes is garbage: looking for it is a fifth of its CPU time
     bytecode.share(session.config)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script: processes of tests would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
