@@ -1,8 +1,8 @@
 """How long a run is: a number of steps, or the number that fits into some minutes.
 
 With minutes, the first steps are timed and the run goes on with the number of steps that fits. The learning rate stays
-at its peak for the first half of such a run (`wsd`), so the first steps are those of a run that had this number from
-the start.
+at its peak until a share of these steps is left (`wsd`): the recipe's, or half. A warm-up is at most a tenth of a run,
+or the timed steps.
 """
 
 import statistics
@@ -23,8 +23,7 @@ OVERHEAD = 1.08  # samples and checkpoints, relative to the steps
 
 def with_steps(run: Run, steps: int) -> Run:
     """The run with this many steps; its warm-up, and what happens every so many steps, suit a short run."""
-    warmup = min(run.train.schedule.warmup_steps, max(1, steps // 10))
-    return _with_steps(run, steps, replace(run.train.schedule, warmup_steps=warmup))
+    return _with_steps(run, steps, _with_warmup(run.train.schedule, max(1, steps // 10)))
 
 
 def train_for(
@@ -32,13 +31,15 @@ def train_for(
 ) -> tuple[Run, Trained]:
     """Train `run` for `minutes` since the time `began`. `train` takes a run, whether it resumes one, and after how many
     steps it pauses."""
-    warmup = min(run.train.schedule.warmup_steps, TIMED_STEPS)
-    schedule = ScheduleConfig(kind="wsd", warmup_steps=warmup, decay_share=0.5)
+    schedule = run.train.schedule
+    if schedule.kind != "wsd":
+        schedule = ScheduleConfig(kind="wsd", warmup_steps=schedule.warmup_steps, decay_share=0.5)
     run = replace(run, train=replace(run.train, schedule=schedule))
     begun = train(run, False, TIMED_STEPS)
     if begun.fit.interrupted:
         return run, begun
-    run = _with_steps(run, _fitting(run, begun, 60 * minutes - (time.monotonic() - began)), schedule)
+    steps = _fitting(run, begun, 60 * minutes - (time.monotonic() - began))
+    run = _with_steps(run, steps, _with_warmup(schedule, max(TIMED_STEPS, steps // 10)))
     return run, train(run, True, None)
 
 
@@ -58,6 +59,10 @@ def _with_steps(run: Run, steps: int, schedule: ScheduleConfig) -> Run:
         if (value := getattr(run.train, name)) is not None
     }
     return replace(run, train=replace(run.train, steps=steps, schedule=schedule, **every))
+
+
+def _with_warmup(schedule: ScheduleConfig, most: int) -> ScheduleConfig:
+    return replace(schedule, warmup_steps=min(schedule.warmup_steps, most))
 
 
 def _fitting(run: Run, begun: Trained, seconds: float) -> int:

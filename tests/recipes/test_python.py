@@ -146,7 +146,7 @@ def test_representations_are_short(model: bagu.Model) -> None:
 def test_minutes_give_a_run_of_the_steps_that_fit(trained: dict[str, Any]) -> None:
     run = bagu.fit(trained["texts"], minutes=0.02, settings=trained["small"])
     schedule = json.loads((run.folder / "config.json").read_text())["train"]["schedule"]
-    assert schedule["warmup_steps"] <= 8 and schedule["kind"] == "wsd"  # the timed steps are those of the whole run
+    assert schedule["warmup_steps"] == min(30, max(8, run.steps // 10)) and schedule["kind"] == "wsd"
     assert str(run.folder) == "runs/fit" and run.steps >= 16 and not run.interrupted
     assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == run.steps
 

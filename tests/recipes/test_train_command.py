@@ -57,9 +57,13 @@ def test_options_for_the_usual_settings(
     assert "next: bagu eval a continue4" in capsys.readouterr().err
     saved = json.loads(Path("a/config.json").read_text())
     assert (saved["train"]["steps"], saved["train"]["optimizer"]["lr"], saved["device"]) == (4, 0.002, "cpu")
-    assert bagu("train", texts, "--out", "b", "--minutes", "0.02", *plain) == 0
-    steps = json.loads(Path("b/config.json").read_text())["train"]["steps"]
+    rates = ["train.schedule.warmup_steps=90", "train.schedule.decay_share=0.3"]
+    more = [part for s in rates for part in ("--set", s)]
+    assert bagu("train", texts, "--out", "b", "--minutes", "0.02", *plain, *more) == 0
+    saved = json.loads(Path("b/config.json").read_text())["train"]
+    steps = saved["steps"]
     assert steps == len(RunFolder(Path("b")).metrics()) >= 16
+    assert saved["schedule"]["warmup_steps"] == min(90, max(8, steps // 10)) and saved["schedule"]["decay_share"] == 0.3
     for words in (["--steps", "3", "--set", "train.steps=4"], ["--minutes", "1", "--steps", "3"], ["--minutes", "0"]):
         assert bagu("train", texts, "--out", "c", *words) == 2
         assert words[0] in capsys.readouterr().err and not Path("c").exists()
