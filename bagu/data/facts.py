@@ -1,6 +1,6 @@
 """Made-up facts in short passages: text that no model has seen, with questions that have one checkable answer.
 
-A passage is about one name and has two facts, each a sentence: "The depth of Tarvo is 482." The names of `held_out` are
+A passage is about one name and has two facts, each a sentence: "Tarvo has depth 482." The names of `held_out` are
 in no passage of `training`, and values are drawn anew, so that an answer can only be read, never known.
 """
 
@@ -26,7 +26,7 @@ class Fact:
 
     @property
     def sentence(self) -> str:
-        return f"The {self.attribute} of {self.name} is {self.value}"
+        return f"{self.name} has {self.attribute} {self.value}"
 
     @property
     def question(self) -> str:

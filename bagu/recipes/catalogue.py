@@ -37,9 +37,9 @@ def small() -> Run:
 
 
 def reader() -> Run:
-    """0.5M parameters, new, that copy values from passages, on chats of `bagu data facts`. The first layer sees
-    six tokens: attribute, name, value. 1,880 steps do not teach which value is asked for (journal 019). The gradient
-    norm rises when copying begins, so that no step is refused."""
+    """0.5M parameters, new, that find a value in a passage, on chats of `bagu data facts`. The first layer sees
+    six tokens: name, attribute, value. With a higher rate some seeds never learn which value is asked for (journal
+    019). The gradient norm rises when copying begins, so that no step is refused."""
     return Run(
         objective=SupervisedFineTuning(new_weights=True), sources={"chats": SourceConfig()},
         model=replace(
@@ -48,8 +48,8 @@ def reader() -> Run:
         ),
         tokenizer=TokenizerConfig(vocab_size=1728), data=DataConfig(context=512, rows=4, packing="whole"),
         train=TrainConfig(
-            steps=4000, eval_every=500, save_every=500, optimizer=OptimizerConfig(kind="muon", lr=0.01),
-            schedule=ScheduleConfig(kind="wsd", warmup_steps=50, decay_share=0.4),
+            steps=3000, eval_every=500, save_every=500, optimizer=OptimizerConfig(kind="muon", lr=0.002),
+            schedule=ScheduleConfig(kind="wsd", warmup_steps=50, decay_share=0.5),
             stability=StabilityConfig(spike_threshold=None),
         ),
     )  # fmt: skip

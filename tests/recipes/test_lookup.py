@@ -54,9 +54,9 @@ class Reader:
     def _answer(self, prompt: str) -> str:
         attribute, name = re.findall(r"What is the (\w+) of (\w+)\?", prompt)[0]
         for number, text in re.findall(r"\[(\d)\] \S+\n(.+)", prompt):
-            if found := re.search(rf"The {attribute} of {name} is \d+", text):
+            if found := re.search(rf"{name} has {attribute} \d+", text):
                 return f"{found[0]}{self.cite(int(number))}."
-        return f"The {attribute} of {name} is 100."
+        return f"{name} has {attribute} 100."
 
 
 def test_facts_of_the_task_are_in_no_text_to_train_on() -> None:
@@ -89,7 +89,7 @@ def test_the_recipe_learns_from_chats_alone(index: Path, tmp_path: Path, capsys:
     assert bagu("train", tmp_path / "chats.jsonl", "--recipe", "reader", "--out", tmp_path / "run", *changed) == 0
     assert f"next: bagu chat {tmp_path / 'run'}" in capsys.readouterr().err
     words = BpeTokenizer.load(tmp_path / "run/model")
-    assert len(words.encode("The depth of Tarvo is")) == 6 and len(words.encode("[1]")) == 3
+    assert len(words.encode("Tarvo has depth")) == 4 and len(words.encode("[1]")) == 3
     assert sum(len(words.encode(f" {value}")) == 1 for value in range(100, 1000)) > 450
 
 
