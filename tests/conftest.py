@@ -28,7 +28,7 @@ def forked() -> Iterator[None]:
 def pytest_sessionstart(session: pytest.Session) -> None:
     gc.disable()  # nothing that collection makes is garbage: looking for it is a fifth of its CPU time
     bytecode.share(session.config)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `make test &` in a script: processes of tests would inherit it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a script's `make test &`; child processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -181,7 +181,7 @@ def watch_main(folder: Path, *, delay: int | None, once: bool) -> int:
         served = load_run(RunFolder(folder).config_path).train.served
         if delay and served is not None and served.own_ahead and not served.delay:
             raise BaguError(
-                f"{folder} began without a delay: its servers run the optimizer, and it learns little from old gradients",
+                f"{folder} began without a delay: its servers run the optimizer, and learn little from old gradients",
                 hint=f"bagu train --resume --out {folder} --delay {delay}",
             )
         write_atomic(folder / DELAY, json.dumps(delay))
