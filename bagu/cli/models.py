@@ -117,7 +117,7 @@ def export(given: ExportOptions) -> None:
 
     Examples:
       bagu export runs/demo/grpo exported
-      bagu export runs/demo/grpo model.gguf --format gguf --gguf-type q8_0
+      bagu export runs/demo/grpo model.gguf --gguf-type q8_0
     """
     check_model(given.model)
     from bagu.recipes import command

@@ -258,12 +258,14 @@ def report_of(run: Run, done: Trained) -> Path:
 
 def export_main(given: ExportOptions) -> None:
     """Write MODEL as a Hugging Face folder, a GGUF file, or an ONNX graph."""
-    out, dtype, format, quantization = given.out, given.dtype, given.format, given.quantization
+    out, dtype, quantization = given.out, given.dtype, given.quantization
+    ending = out.suffix.removeprefix(".")
+    format = given.format or (ending if ending in FILES else "safetensors")
     if format not in FORMATS:
         raise UnknownName.among("format", format, FORMATS)
     if quantization is not None and format != "gguf":
         raise ArgumentError(
-            f"--gguf-type {quantization} is for GGUF, and the format is {format}", hint="add --format gguf"
+            f"--gguf-type {quantization} is for GGUF, and the format is {format}", hint="name a .gguf file"
         )
     if format in FILES and (out.suffix != f".{format}" or out.is_dir()):
         hint = f"name a file, such as {out / f'model.{format}'}"

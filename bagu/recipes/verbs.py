@@ -112,7 +112,9 @@ class ExportOptions:
     model: Annotated[str, options.MODEL]
     out: Annotated[Path, Argument("The folder to write, or the GGUF or ONNX file.")]
     dtype: Annotated[str | None, Option("bf16 or fp32. Default: as saved.")] = None
-    format: Annotated[str, Option("safetensors (a Hugging Face folder), gguf or onnx.")] = "safetensors"
+    format: Annotated[
+        str | None, Option("safetensors (a Hugging Face folder), gguf or onnx. Default: by the ending of OUT.")
+    ] = None
     quantization: Annotated[
         str | None, Option("For GGUF: f32, f16, bf16, q8_0 or q4_0. Default: f16.", flags=("--gguf-type",))
     ] = None

@@ -1,4 +1,4 @@
-"""`bagu export --format onnx`, judged by ONNX Runtime: the logits of the graph are those of the model."""
+"""`bagu export MODEL FILE.onnx`, judged by ONNX Runtime: the logits of the graph are those of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bagu export --format gguf`, and what reads the file: the model, its tokenizer, its chat template."""
+"""`bagu export MODEL FILE.gguf`, and what reads the file: the model, its tokenizer, its chat template."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tokenizer: BpeTokenizer, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_an_exported_file_serves(folder: Path, tokenizer: BpeTokenizer, tmp_path: Path) -> None:
     out = tmp_path / "model.gguf"
-    export_main(ExportOptions(model=str(folder), out=out, format="gguf", quantization="f32"))
+    export_main(ExportOptions(model=str(folder), out=out, quantization="f32"))
     model, words, chat = Loader(model=str(out), dtype="fp32", device="cpu")()
     assert model_config(out) == model.config and chat is not None
     assert words.spec == tokenizer.spec and words.eos_token == tokenizer.eos_token
@@ -74,7 +74,7 @@ def test_the_tokenizers_of_two_files_are_kept_apart(folder: Path, tokenizer: Bpe
     for template in ("a", "b"):
         place = tmp_path / template
         BpeTokenizer(spec=tokenizer.spec, eos_token=tokenizer.eos_token, chat_template=template).save(folder)
-        export_main(ExportOptions(model=str(folder), out=place / "model.gguf", format="gguf"))
+        export_main(ExportOptions(model=str(folder), out=place / "model.gguf"))
         found = tokenizer_folder(place / "model.gguf")
         assert found is not None and BpeTokenizer.load(found).chat_template == template
         places.add(found)
