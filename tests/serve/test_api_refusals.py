@@ -8,13 +8,16 @@ from typing import Any
 import openai
 import pytest
 from api_client import ASK, CHAT, TEXT, get, post
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_server import KEY, MAX_LEN, Running, load
 
 from bagu.serve.http.bodies import fields
 from bagu.serve.http.bodies.chat import ChatBody
 from bagu.serve.http.bodies.openai import CompletionBody
-from bagu.serve.http.bodies.parse import MAX_DEPTH, parse
+from bagu.serve.http.bodies.parse import MAX_DEPTH, MAX_FLOATS, parse
 from bagu.serve.http.calls import ApiError
+from bagu.serve.unicode import is_unicode, lone_escape
 from bagu.serve.wire.messages import Ready
 
 DEEP_TOOL = (
@@ -122,6 +125,18 @@ def test_only_a_surrogate_without_its_pair_is_refused(text: str, valid: bool) ->
     else:
         with pytest.raises(ApiError, match="not UTF-8 text: a surrogate without its pair"):
             parse(CompletionBody, raw)
+
+
+@given(st.lists(st.sampled_from([r"\ud83d", r"\uDBFF", r"\uDC00", r"\ude42", r"\u4f60", r"\\", r"\n", "a", "你"])))
+def test_lone_escapes_are_those_that_python_cannot_encode(parts: list[str]) -> None:
+    text = f'"{"".join(parts)}"'
+    assert (lone_escape(text) is None) == is_unicode(json.loads(text))
+
+
+def test_more_fractions_than_a_body_may_have_are_refused() -> None:
+    assert parse(CompletionBody, b'{"prompt": [16.0, 1e1]}').prompt == [16, 10]
+    with pytest.raises(ApiError, match=f"more than {MAX_FLOATS} numbers with a fraction or an exponent"):
+        parse(CompletionBody, b'{"prompt": [' + b",".join([b"1e1"] * (MAX_FLOATS + 1)) + b"]}")
 
 
 def test_half_a_million_wrong_values_give_one_error() -> None:

@@ -17,7 +17,7 @@ from tiny_server import KEY, Running, running_server
 
 from bagu.serve import http
 from bagu.serve.http.bodies.openai import Body
-from bagu.serve.http.bodies.parse import MAX_KEYS, MAX_PARTS, MAX_VALUES
+from bagu.serve.http.bodies.parse import MAX_FLOATS, MAX_KEYS, MAX_PARTS, MAX_VALUES
 from bagu.serve.http.calls import MAX_BODY
 
 MAX_CPU_S, MAX_RSS = 0.3, 100 * 2**20
@@ -42,7 +42,8 @@ def shapes() -> dict[str, bytes]:
         "emoji": b'"' + b"\\ud83d\\ude42" * (ROOM // 12) + b'"',
         "json": arguments,
         "numbers": listed(b"257", MAX_VALUES),
-        "floats": listed(b"1.5", MAX_VALUES),
+        "floats": listed(b"1.5", MAX_FLOATS),
+        "more floats": listed(b"1e5", MAX_VALUES),
         "strings": listed(b'"ab"', MAX_VALUES),
         "lists": listed(b"[]", 2**40),
         "texts": listed(b'"' + words[:30_000] + b'"', 2**40),
