@@ -174,7 +174,7 @@ class Runner:
 
     def new_graphs(self) -> GraphDecode:
         assert self.model is not None, "the C++ is for CPUs"
-        longest = self.inputs.table_positions
+        longest = min(self.inputs.table_positions, self.model.config.max_len)
         return GraphDecode(self.model, self.kv, longest, self.config.max_num_seqs, self._adapter_rows)
 
     def low_rank_pairs(self, step: DecodeStep) -> LowRankPairs | None:

@@ -70,8 +70,9 @@ class WarmUp:
         self.left.popleft()()
 
     def _tasks(self) -> Iterator[Callable[[], None]]:
-        engine = self.engine
-        limits, longest = engine.scheduler.config, engine.runner.inputs.table_positions
+        engine, graphs = self.engine, self.engine.runner.graphs
+        assert graphs is not None
+        limits, longest = engine.scheduler.config, graphs.max_model_len
         longest_prompt = max(1, engine.max_model_len - 1)
         for token, tokens in enumerate(prompt_sizes(limits.max_num_batched_tokens)):
             parts = [min(longest_prompt, tokens - start) for start in range(0, tokens, longest_prompt)]
