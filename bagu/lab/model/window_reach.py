@@ -16,6 +16,7 @@ from bagu.lab.parts.byte_models import VOCAB, LibraryBytes, read_bytes, rows_of,
 from bagu.lab.parts.more_steps import IGNORE, new, right, train_on_draws
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel, Rule
+from bagu.nn import count
 
 WINDOW, DEPTHS, LENGTH = 8, (1, 2, 4), 48
 VALUES, NOISE = 8, 16
@@ -57,9 +58,10 @@ def relay(setting: Setting, layers: int, seed: int, steps: int) -> list[Row]:
     share = right(model, ids, torch.where(ids < VALUES, IGNORE, targets)).mean(0)
     known = [(float(s) - 1 / VALUES) / (1 - 1 / VALUES) for s in share[1:]]
     return [
-        {"task": "relay", "layers": layers, "seed": seed, "steps": steps, "distance_tokens": d, "known": k}
+        {"task": "relay", "layers": layers, "seed": seed, "steps": steps,
+         "parameters": count.parameters(config).total, "distance_tokens": d, "known": k}
         for d, k in enumerate(known, 1)
-    ]
+    ]  # fmt: skip
 
 
 def read(text: LibraryBytes, pieces: torch.Tensor, steps: int, setting: Setting, layers: int, seed: int) -> list[Row]:
@@ -70,7 +72,8 @@ def read(text: LibraryBytes, pieces: torch.Tensor, steps: int, setting: Setting,
     found = {c: losses(model, pieces[:, -c - 1 :])[:, -1].mean().item() for c in CONTEXTS}
     whole = found[LENGTH]
     return [
-        {"task": "text", "layers": layers, "seed": seed, "steps": steps, "distance_tokens": c,
+        {"task": "text", "layers": layers, "seed": seed, "steps": steps,
+         "parameters": count.parameters(config).total, "distance_tokens": c,
          "gain_left_percent": 100 * (loss / whole - 1), "loss_nats": loss}
         for c, loss in found.items()
     ]  # fmt: skip

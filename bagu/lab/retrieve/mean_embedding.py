@@ -22,7 +22,7 @@ from bagu.lab.core import Claim, Kind, Row, Setting, Verdict, number, where
 from bagu.lab.parts.more_steps import go_on, new
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Bars, Panel
-from bagu.nn import Transformer
+from bagu.nn import Transformer, count
 from bagu.retrieve import postings
 from bagu.retrieve.words import runs, terms
 from bagu.serve.embedding import embed
@@ -40,10 +40,10 @@ def run(setting: Setting) -> Iterator[Row]:
     tokenizer = BpeTokenizer.train((d.text for d in documents), vocab_size=400 if quick else VOCAB)
     gains: dict[str, list[float]] = {"words": by_words(functions)}
     seeds, steps = ((1,), 2) if quick else ((1, 2, 3), STEPS)
+    config = tiny(
+        tokenizer.vocab_size, WIDTH, heads=3, ffn=3 * WIDTH, max_len=CONTEXT, causal=False, tie_embeddings=True
+    )
     for seed in setting.track(seeds):
-        config = tiny(
-            tokenizer.vocab_size, WIDTH, heads=3, ffn=3 * WIDTH, max_len=CONTEXT, causal=False, tie_embeddings=True
-        )
         model = new(config, seed, setting.device)
         gains[f"untrained {seed}"] = by_vectors(functions, tokenizer, model)
         learn(model, documents, tokenizer, steps, seed)
@@ -55,8 +55,8 @@ def run(setting: Setting) -> Iterator[Row]:
         score, more = estimate(found, files), estimate(list(np.array(found) - words), files)
         yield {
             "ranking": ranking, "seed": int(seed_of or 0) or None, "seeds": len(seeds), "functions": len(functions),
-            "steps": steps, "mrr": score.mean, "low": score.low, "high": score.high, "more": more.mean,
-            "more_low": more.low, "more_high": more.high,
+            "steps": steps, "parameters": count.parameters(config).total, "mrr": score.mean, "low": score.low,
+            "high": score.high, "more": more.mean, "more_low": more.low, "more_high": more.high,
         }  # fmt: skip
 
 

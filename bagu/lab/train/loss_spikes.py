@@ -17,6 +17,7 @@ from bagu.lab.parts.byte_models import VOCAB, read_bytes
 from bagu.lab.parts.more_steps import hidden, new
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Heat, Line, Panel
+from bagu.nn import ModelConfig, count
 from bagu.train.stability import Guard, StabilityConfig
 
 LENGTH, ROWS, STEPS, AT, LASTS = 64, 8, 110, 60, 3
@@ -34,15 +35,17 @@ def run(setting: Setting) -> Iterator[Row]:
     held = torch.stack(list(islice(cut(text.held, LENGTH + 1), 8 if quick else 64))).to(setting.device)
     seeds, steps = ((1,), 5) if quick else ((1, 2, 3), STEPS)
     for seed, cause, remedy in setting.track(list(product(seeds, CAUSES, REMEDIES))):
-        damage = trained(train, held, cause, remedy, seed, steps, setting.device)
-        yield {"cause": cause, "remedy": remedy, "seed": seed, "steps": steps, "loss_sum_nats": damage}
+        config = tiny(VOCAB, 48, heads=2, ffn=144, max_len=LENGTH, tie_embeddings=True, qk_norm=remedy == "QK norm")
+        damage = trained(config, train, held, cause, remedy, seed, steps, setting.device)
+        size = {"steps": steps, "parameters": count.parameters(config).total}
+        yield {"cause": cause, "remedy": remedy, "seed": seed, **size, "loss_sum_nats": damage}
 
 
 def trained(
-    train: torch.Tensor, held: torch.Tensor, cause: str, remedy: str, seed: int, steps: int, device: str
-) -> float:
+    config: ModelConfig, train: torch.Tensor, held: torch.Tensor, cause: str, remedy: str, seed: int, steps: int,
+    device: str,
+) -> float:  # fmt: skip
     """The sum over the evaluations, every fifth step, of the held-out loss, each at most 20 nats."""
-    config = tiny(VOCAB, 48, heads=2, ffn=144, max_len=LENGTH, tie_embeddings=True, qk_norm=remedy == "QK norm")
     model, generator = new(config, seed, device), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
     guard, at = Guard(StabilityConfig(min_history=min(16, max(steps // 3, 2)), window=64)), min(AT, steps // 2)
