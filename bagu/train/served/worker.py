@@ -96,7 +96,7 @@ class Served:
         self.client.wait_for_map()
         if self.config.delay and self.config.own_ahead:
             states = [row.numpy() for row in _state_rows(state)]
-            self._ahead = Ahead(self.client, self._rule_of(state), states)
+            self._ahead = Ahead(self.client, self._rule_of(state), states, self.config.workers)
         if self.first and self.client.unloaded:
             self._load(state, 0)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from bagu.parallel.server.client import Client
 from bagu.train import TrainState
 from bagu.train.prepare import prepared
 from bagu.train.schedule import factor
-from bagu.train.served.ahead import PULL
+from bagu.train.served.ahead import MEMORY, PULL
 from bagu.train.served.config import ServedConfig
 from bagu.train.served.worker import Served
 from bagu.train.step import run_backwards
@@ -64,13 +65,24 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
     own = [[torch.zeros_like(row) for row in states] for _ in range(workers)]
     weights = [flat.master.clone() for _ in range(workers)]
     moves: list[list[torch.Tensor]] = [[] for _ in range(workers)]
+    gradients: list[list[torch.Tensor]] = [[] for _ in range(workers)]
     values = [flat.master.clone()]  # after each update
 
-    def update(gradient: torch.Tensor, number: int) -> None:
+    def faster(worker: int) -> float:
+        """Of AdamW, which divides by more noise than a run without a delay: from all gradients of the worker."""
+        pairs = list(pairwise(gradients[worker])) if case.optimizer["kind"] == "adamw" else []
+        if not pairs:
+            return 1.0
+        weights = [MEMORY**i for i in reversed(range(len(pairs)))]
+        product = sum(w * float(a @ b) for w, (a, b) in zip(weights, pairs, strict=True))
+        square = sum(w * float(b @ b) for w, (_, b) in zip(weights, pairs, strict=True))
+        return float((workers / (1 + (workers - 1) * min(max(product / square, 0), 1))) ** 0.5)
+
+    def update(gradient: torch.Tensor, number: int, rate: float = 1.0) -> None:
         flat.grad.copy_(gradient)
         norm = float(gradient.norm())
         lr = state.config.optimizer.lr * factor(state.config.schedule, number - 1, case.steps)
-        optimizer.update(lr=lr, step=number, scale=CLIP / norm if norm > CLIP else 1.0)
+        optimizer.update(lr=lr * rate, step=number, scale=CLIP / norm if norm > CLIP else 1.0)
 
     def gradient(at: torch.Tensor, worker: int, t: int) -> torch.Tensor:
         flat.master.copy_(at)
@@ -85,9 +97,10 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
         there = values[version] + sum(moves[worker][version:], torch.zeros(()))
         at = weights[worker] + PULL * (there - weights[worker])
         found = gradient(at, worker, t)
+        gradients[worker].append(found)
         for row, mine in zip(states, own[worker], strict=True):
             row.copy_(mine)
-        update(workers * found, t)
+        update(workers * found, t, faster(worker))
         own[worker], weights[worker] = [row.clone() for row in states], flat.master.clone()
         return weights[worker] - at
 
