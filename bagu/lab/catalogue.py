@@ -102,7 +102,8 @@ def _file(module: str) -> Path | None:
 
 @cache
 def code_digest(name: str) -> str:
-    """A digest of the lab's files and of the labs' files that they import. A record with another one is stale."""
+    """A digest of the lab's files and of the labs' files that they import, without their layout. A record with another
+    one is stale."""
     found: dict[str, str] = {}
     todo = [*sources()[name].parent.glob("*.py")] if sources()[name].stem == "__init__" else [sources()[name]]
     while todo:
@@ -114,4 +115,9 @@ def code_digest(name: str) -> str:
                 modules = [module, *(f"{module}.{name.strip()}" for name in imported.split(","))]
                 todo += [file for file in map(_file, modules) if file is not None]
     text = "\n".join(found[file] for file in sorted(found, key=lambda file: Path(file).relative_to(HERE).as_posix()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_without_layout(text).encode()).hexdigest()[:16]
+
+
+def _without_layout(source: str) -> str:
+    """White space, and what the formatter adds or reads: a comma before a closing bracket, `# fmt: skip`."""
+    return re.sub(r",(?=[)\]}])", "", "".join(source.replace("# fmt: skip", "").split()))
