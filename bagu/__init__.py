@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from bagu.recipes.language_model import Model, evaluate, load
 else:  # a type checker would take __getattr__ to mean that every name exists
     _PLACES = {
-        "Model": "bagu.recipes.language_model", "evaluate": "bagu.recipes.language_model", "fit": "bagu.recipes.fit",
-        "load": "bagu.recipes.language_model", "ops": "bagu.ops",
-    }  # fmt: skip
+        "Model": "bagu.recipes.language_model",
+        "evaluate": "bagu.recipes.language_model",
+        "fit": "bagu.recipes.fit",
+        "load": "bagu.recipes.language_model",
+        "ops": "bagu.ops",
+    }
 
     def __getattr__(name):
         if name not in _PLACES:

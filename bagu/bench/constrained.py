@@ -31,24 +31,31 @@ from bagu.types import Tokenizer
 CORPUS = 300  # files of the standard library
 WARM_UP = 3  # rounds: on a GPU a step of a new size captures a CUDA graph, which takes longer than many steps
 PEOPLE: dict[str, Any] = {  # strings, numbers, enums, nesting: about 40 tokens per person
-    "type": "array", "minItems": 3, "maxItems": 3,
+    "type": "array",
+    "minItems": 3,
+    "maxItems": 3,
     "items": {
-        "type": "object", "additionalProperties": False, "required": ["name", "age", "email", "tags", "address"],
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name", "age", "email", "tags", "address"],
         "properties": {
             "name": {"type": "string", "minLength": 3, "maxLength": 24},
             "age": {"type": "integer", "minimum": 0, "maximum": 120},
             "email": {"type": "string", "pattern": "^[a-z]{3,12}@[a-z]{3,12}\\.(com|org|net)$"},
             "tags": {"type": "array", "items": {"enum": ["new", "paid", "blocked", "admin"]}, "maxItems": 3},
             "address": {
-                "type": "object", "additionalProperties": False, "required": ["street", "zip", "primary"],
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["street", "zip", "primary"],
                 "properties": {
                     "street": {"type": "string", "minLength": 3, "maxLength": 32},
-                    "zip": {"type": "string", "pattern": "^[0-9]{5}$"}, "primary": {"type": "boolean"},
+                    "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+                    "primary": {"type": "boolean"},
                 },
             },
         },
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +91,13 @@ def main(
     model, tokenizer, name = _model(given, load, place)
     asked = PEOPLE if given.schema is None else _read(given.schema)
     config = EngineConfig(
-        max_num_seqs=streams, prefix_cache=False, invariant=given.invariant, threads=given.threads,
-        max_model_len=prompt + max_tokens, quantization=given.quantization,  # type: ignore[arg-type]
-    )  # fmt: skip
+        max_num_seqs=streams,
+        prefix_cache=False,
+        invariant=given.invariant,
+        threads=given.threads,
+        max_model_len=prompt + max_tokens,
+        quantization=given.quantization,  # type: ignore[arg-type]
+    )
     engine = Engine(model, tokenizer, config)
     pairs = [
         measure_pair(engine, asked, streams, prompt, max_tokens, given.temperature, s) for s in range(WARM_UP + rounds)
@@ -146,10 +157,15 @@ def measure_pair(
     assert engine.tokenizer is not None
     texts = [engine.tokenizer.decode([t for t in ids if t not in engine.scheduler.config.eos_ids]) for ids in outputs]
     return Pair(
-        tokens=sum(counts) - streams, forced=after.forced_tokens - before.forced_tokens, constrained_s=constrained_s,
-        free_s=free_s, mask_s=after.mask_s - before.mask_s, mask_wait_s=after.mask_wait_s - before.mask_wait_s,
-        steps=steps, texts=tuple(texts),
-    )  # fmt: skip
+        tokens=sum(counts) - streams,
+        forced=after.forced_tokens - before.forced_tokens,
+        constrained_s=constrained_s,
+        free_s=free_s,
+        mask_s=after.mask_s - before.mask_s,
+        mask_wait_s=after.mask_wait_s - before.mask_wait_s,
+        steps=steps,
+        texts=tuple(texts),
+    )
 
 
 def _decode(

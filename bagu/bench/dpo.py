@@ -70,10 +70,12 @@ def _packed(sequences: Sequence[Tokens], device: torch.device) -> list[Preferenc
         found.append(
             PreferenceBatch(
                 batch=pack(own, tokens=tokens, max_segments=2 * max(map(len, groups)), context=longest),
-                num_sequences=len(own), num_chosen=len(group), chosen=torch.tensor([True, False] * len(group)),
+                num_sequences=len(own),
+                num_chosen=len(group),
+                chosen=torch.tensor([True, False] * len(group)),
                 lengths=torch.tensor([float(s.num_targets) for s in own]),
             ).to(device)
-        )  # fmt: skip
+        )
     return found
 
 
@@ -143,9 +145,14 @@ def main(given: DpoBench, setting: BenchSetting) -> int:
     model, rows = preset(shape), Rows.of(setting, "dpo")
     made = random_pairs(pairs, prompt, answer, model.vocab_size)
     facts = {
-        "system": "dpo", "model": shape, **place.facts,
-        "pairs": pairs, "prompt_tokens": prompt, "answer_tokens": answer, "tokens": sum(len(s.ids) for s in made),
-    }  # fmt: skip
+        "system": "dpo",
+        "model": shape,
+        **place.facts,
+        "pairs": pairs,
+        "prompt_tokens": prompt,
+        "answer_tokens": answer,
+        "tokens": sum(len(s.ids) for s in made),
+    }
     for name in ("bagu", *given.peer):
         create = bagu_step if name == "bagu" else partial(plain_step, compiled=PEERS[name])
         samples, peak = time_steps(partial(create, model, made, place.device, place.dtype), place.device, steps=steps)
@@ -164,10 +171,12 @@ def _table(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Table:
     title = f"DPO, {where}: {facts['pairs']} pairs, {facts['tokens']:,} tokens"
     lines = [
         (
-            row["implementation"], f"{1e3 * row['step_s']:,.1f} ms", f"{row['pairs_per_s']:,.1f}",
+            row["implementation"],
+            f"{1e3 * row['step_s']:,.1f} ms",
+            f"{row['pairs_per_s']:,.1f}",
             f"{row['peak_bytes'] / 2**30:.1f} GiB" if row["peak_bytes"] else "–",
             f"{best / row['step_s']:.2f}×" if best else "–",
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     return table(title, ("implementation", "step", "pairs/s", "peak memory", "against the fastest peer"), lines)

@@ -43,10 +43,17 @@ SHAPES = (
 
 
 def main(
-    case: Case, config: EngineConfig, setting: BenchSetting, *, shape: str | None = None,
-    load: Load | None = None, name: str | None = None, peers: Sequence[str] = (),
-    peer_environ: Mapping[str, str] | None = None, rounds: int = 1,
-) -> int:  # fmt: skip
+    case: Case,
+    config: EngineConfig,
+    setting: BenchSetting,
+    *,
+    shape: str | None = None,
+    load: Load | None = None,
+    name: str | None = None,
+    peers: Sequence[str] = (),
+    peer_environ: Mapping[str, str] | None = None,
+    rounds: int = 1,
+) -> int:
     """Time bagu's engine and the peers, `rounds` times in turn; print a table and append the rows to the record.
 
     The model is `shape` with random weights, or the result of `load`, with `name` in the rows. `config.max_num_seqs` is
@@ -69,9 +76,13 @@ def main(
     make, name = _maker(shape, load, name, place, case)
     rows = Rows.of(setting, "serve")
     common = {
-        "system": "engine", "model": name, **place.facts, "case": asdict(case), "engine": asdict(config),
+        "system": "engine",
+        "model": name,
+        **place.facts,
+        "case": asdict(case),
+        "engine": asdict(config),
         "openmp": settings(os.environ),
-    }  # fmt: skip
+    }
     for turn in range(rounds):
         reset_device(where)
         model = make()
@@ -195,11 +206,16 @@ def _workloads(case: Case, vocab_size: int, turn: int, *, full_warmup: bool) -> 
 def _row(implementation: str, measured: Measured, device: torch.device, streams: int | None) -> dict[str, Any]:
     seconds, made = measured.seconds, measured.output_tokens
     return {
-        "implementation": implementation, "streams": streams, "seconds": seconds, "output_tokens": made,
-        "input_tokens": measured.input_tokens, "tokens_per_s": made / seconds,
+        "implementation": implementation,
+        "streams": streams,
+        "seconds": seconds,
+        "output_tokens": made,
+        "input_tokens": measured.input_tokens,
+        "tokens_per_s": made / seconds,
         "total_tokens_per_s": (made + measured.input_tokens) / seconds,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **measured.facts,
-    }  # fmt: skip
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        **measured.facts,
+    }
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:

@@ -53,9 +53,14 @@ def _generate(config: ModelConfig, device: torch.device, dtype: torch.dtype, bat
             seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
             with torch.inference_mode():
                 made = model.generate(
-                    ids, attention_mask=seen, max_new_tokens=max(workload.max_tokens[first : first + batch]),
-                    do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=0,
-                )  # fmt: skip
+                    ids,
+                    attention_mask=seen,
+                    max_new_tokens=max(workload.max_tokens[first : first + batch]),
+                    do_sample=True,
+                    temperature=TEMPERATURE,
+                    top_k=0,
+                    pad_token_id=0,
+                )
             made.cpu()  # waits until the tokens are computed
         seconds = time.perf_counter() - began
         return Measured(seconds=seconds, output_tokens=workload.output_tokens, input_tokens=workload.input_tokens)
@@ -137,9 +142,12 @@ def eager_row(model: Transformer, case: Case) -> dict[str, Any]:
     so the decode rate is that of the first token after the prompt."""
     seconds = statistics.median([_seconds(model, case, repeat) for repeat in range(case.repeats + 1)][1:])
     return {
-        "implementation": EAGER, "streams": 1, "tokens_per_s": 1 / seconds,
-        "prompt_tokens_per_s": case.prompt / seconds, "openmp": settings(os.environ),
-    }  # fmt: skip
+        "implementation": EAGER,
+        "streams": 1,
+        "tokens_per_s": 1 / seconds,
+        "prompt_tokens_per_s": case.prompt / seconds,
+        "openmp": settings(os.environ),
+    }
 
 
 @torch.inference_mode()

@@ -58,15 +58,20 @@ class Case:
 
     def __post_init__(self) -> None:
         counts = {
-            "requests": 1 if self.requests is None else self.requests, "streams": min(self.streams, default=1),
-            "prompt": self.prompt, "new": self.new, "repeats": self.repeats,
-        }  # fmt: skip
+            "requests": 1 if self.requests is None else self.requests,
+            "streams": min(self.streams, default=1),
+            "prompt": self.prompt,
+            "new": self.new,
+            "repeats": self.repeats,
+        }
         for name, count in counts.items():
             if count < 1:
                 raise ArgumentError(f"{name} is {count}", hint="use 1 or more")
         for name, count in {
-            "shared prefix": self.shared_prefix, "adapters": self.adapters, "passes": self.passes,
-        }.items():  # fmt: skip
+            "shared prefix": self.shared_prefix,
+            "adapters": self.adapters,
+            "passes": self.passes,
+        }.items():
             if count < 0:
                 raise ArgumentError(f"{name} is {count}", hint="use 0 or more")
         if self.text not in (None, *get_args(Text)):
@@ -87,9 +92,13 @@ class Case:
     def workload(self, vocab_size: int, repeat: int) -> Workload:
         assert self.requests and self.inputs and self.outputs, "the case is on no device"
         return random_workload(
-            self.requests, self.inputs, self.outputs, tokens=vocab_size, shared_prefix=self.shared_prefix,
+            self.requests,
+            self.inputs,
+            self.outputs,
+            tokens=vocab_size,
+            shared_prefix=self.shared_prefix,
             seed=self.seed + repeat,
-        )  # fmt: skip
+        )
 
     def streams_workload(self, streams: int, vocab_size: int, repeat: int) -> Workload:
         seed = self.seed + 1000 * streams + repeat

@@ -73,9 +73,13 @@ def main(given: EvalBench, setting: BenchSetting) -> int:
     tokenizer = BpeTokenizer.train([text], vocab_size=VOCABULARY)
     model = Counted(eval_engine(network, tokenizer), tokenizer, None, shape)
     common = {
-        "system": "eval", "model": shape, **place.facts, "case": asdict(case), "engine": asdict(model.engine.config),
+        "system": "eval",
+        "model": shape,
+        **place.facts,
+        "case": asdict(case),
+        "engine": asdict(model.engine.config),
         "openmp": settings(os.environ),
-    }  # fmt: skip
+    }
     for turn in range(-1, rounds):  # round -1 is a small warmup
         part = Case(items=16) if turn < 0 else case
         asked, other = (list(_items(text, part, random.Random(f"{part.seed}:{turn}:{i}"))) for i in range(2))
@@ -84,10 +88,16 @@ def main(given: EvalBench, setting: BenchSetting) -> int:
             rows.add([common | {"round": turn} | row])
     heads = ("round", "items", "distinct tokens", "eval tokens/s", "prefill tokens/s", "share of prefill")
     lines = [
-        (str(r["round"]), f"{r['items']:,}", f"{r['distinct_tokens']:,}", f"{r['eval_tokens_per_s']:,.0f}",
-         f"{r['prefill_tokens_per_s']:,.0f}", f"{100 * r['share_of_prefill']:.1f} %")
+        (
+            str(r["round"]),
+            f"{r['items']:,}",
+            f"{r['distinct_tokens']:,}",
+            f"{r['eval_tokens_per_s']:,.0f}",
+            f"{r['prefill_tokens_per_s']:,.0f}",
+            f"{100 * r['share_of_prefill']:.1f} %",
+        )
         for r in rows.all
-    ]  # fmt: skip
+    ]
     title = f"{shape}, {common['dtype']}, {place.device}: four-way items that share prompts"
     rows.finish(table(title, heads, lines), bar_words(rows.all))
     return 0
@@ -127,11 +137,15 @@ def _measured(model: Counted, items: Sequence[Item], texts: Sequence[str], devic
         eval_s = _seconds(device, lambda: evaluate(model, task, out=Path(folder)))
     prefilled = sum(map(len, prompts))
     return {
-        "items": len(items), "distinct_tokens": model.distinct, "eval_s": eval_s, "prefill_s": prefill_s,
-        "prefill_tokens": prefilled, "eval_tokens_per_s": model.distinct / eval_s,
+        "items": len(items),
+        "distinct_tokens": model.distinct,
+        "eval_s": eval_s,
+        "prefill_s": prefill_s,
+        "prefill_tokens": prefilled,
+        "eval_tokens_per_s": model.distinct / eval_s,
         "prefill_tokens_per_s": prefilled / prefill_s,
         "share_of_prefill": model.distinct / eval_s / (prefilled / prefill_s),
-    }  # fmt: skip
+    }
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -76,9 +76,13 @@ def main(given: GrpoBench, setting: BenchSetting) -> int:
     lengths = Lengths(prompt, prompt), Lengths(new, new)
     asked = random_workload(prompts, *lengths, tokens=model.config.vocab_size, seed=0).prompts
     facts = {
-        "system": "grpo", "implementation": "bagu", "model": shape, **place.facts, "objective": asdict(objective),
+        "system": "grpo",
+        "implementation": "bagu",
+        "model": shape,
+        **place.facts,
+        "objective": asdict(objective),
         "prompt_tokens": prompt,
-    }  # fmt: skip
+    }
     measured = _measured(model, objective, asked, prompt + new, steps, where)
     rows.add([facts | measured])
     title = f"{shape}, {facts['dtype']}, {where}: {prompts} prompts × {samples} answers of {new} tokens"
@@ -87,9 +91,13 @@ def main(given: GrpoBench, setting: BenchSetting) -> int:
 
 
 def _measured(
-    model: Transformer, objective: GroupRelative, asked: Sequence[tuple[int, ...]], context: int, steps: int,
+    model: Transformer,
+    objective: GroupRelative,
+    asked: Sequence[tuple[int, ...]],
+    context: int,
+    steps: int,
     device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     answers, new = objective.prompts * objective.samples, objective.max_tokens
     config = engine_config(answers=answers, max_len=context, invariant=False)
     requests = tuple(p for p in asked for _ in range(objective.samples))
@@ -104,11 +112,17 @@ def _measured(
         sources={"random": [Prompt(id=str(i), ids=ids, text="", facts={}) for i, ids in enumerate(asked)]},
         held_out_prompts=(),
         config=RolloutConfig(
-            prompts=objective.prompts, samples=objective.samples, max_tokens=new, epochs=1, minibatches=1, max_draws=1,
-            fill=False, seed=0,
+            prompts=objective.prompts,
+            samples=objective.samples,
+            max_tokens=new,
+            epochs=1,
+            minibatches=1,
+            max_draws=1,
+            fill=False,
+            seed=0,
         ),
         shape=PackShape(tokens=max(min(MICRO_BATCH, answers * context), context), segments=answers, context=context),
-    )  # fmt: skip
+    )
     loss, seen = objective.loss(model), Steps()  # type: ignore[abstract] # the other reports are not used
     loader = RolloutLoader(
         source, model=model, sampler=sampler, reward=Alternating(), learner=loss, decode=lambda ids: ""
@@ -159,10 +173,13 @@ def _table(title: str, row: Mapping[str, Any]) -> Table:
     lines = [
         (name, f"{row[key]:.3f} s", f"{100 * row[key] / whole:.0f} %")
         for name, key in (
-            ("sampling", "rollout_s"), ("rewards", "reward_s"), ("logprobs, advantages", "prepare_s"),
-            ("forward and backward", "update_s"), ("step", "step_s"),
+            ("sampling", "rollout_s"),
+            ("rewards", "reward_s"),
+            ("logprobs, advantages", "prepare_s"),
+            ("forward and backward", "update_s"),
+            ("step", "step_s"),
         )
-    ]  # fmt: skip
+    ]
     share = row["rollout_tokens_per_s"] / row["engine_tokens_per_s"]
     lines += [
         ("sampling, tokens/s", f"{row['rollout_tokens_per_s']:,.0f}", f"{100 * share:.0f} % of the engine alone"),

@@ -131,17 +131,30 @@ COLUMNS = ("kernel", "warps", "registers", "spills", "shared", "occupancy", "lim
 def _cells(k: Compiled) -> list[str]:
     counts = k.counts
     return [
-        f"{k.step} {k.kernel}", str(k.warps), str(k.registers), str(k.spills), f"{k.shared:,} B",
-        f"{k.occupancy.programs} × {k.warps} warps, {k.occupancy.share:.0%}", k.occupancy.limit,
-        str(counts["wgmma"] or (f"{counts['mma']} mma" if counts["mma"] else 0)), str(counts["TMA"]),
+        f"{k.step} {k.kernel}",
+        str(k.warps),
+        str(k.registers),
+        str(k.spills),
+        f"{k.shared:,} B",
+        f"{k.occupancy.programs} × {k.warps} warps, {k.occupancy.share:.0%}",
+        k.occupancy.limit,
+        str(counts["wgmma"] or (f"{counts['mma']} mma" if counts["mma"] else 0)),
+        str(counts["TMA"]),
         f"{counts['128-bit loads']}/{counts['loads']}, {counts['128-bit stores']}/{counts['stores']}",
-    ]  # fmt: skip
+    ]
 
 
 def show_kernels(
-    spec: OpSpec, case: Case, dtype: torch.dtype, console: Console, out: Path, *, arch: str, tuning: str = "",
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    console: Console,
+    out: Path,
+    *,
+    arch: str,
+    tuning: str = "",
     as_json: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Compile, write the stages, and print the table."""
     found = view(spec, case, dtype, out, arch=arch, tuning=parse_tuning(spec, tuning))
     if as_json:

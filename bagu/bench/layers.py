@@ -82,9 +82,15 @@ def main(given: LayersBench, setting: OpSetting) -> int:
 
 
 def _rows(
-    layer: Layer, batch: int, dtype: torch.dtype, device: torch.device, *, compiled: bool, seconds: float,
+    layer: Layer,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    compiled: bool,
+    seconds: float,
     scrub: torch.Tensor,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     exact = layer.build(nn).to(device, torch.float64).eval()
     shape = (batch, *layer.shape)

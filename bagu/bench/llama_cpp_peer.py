@@ -48,7 +48,12 @@ def llama_cpp_row(
     middle = statistics.median_low(row["tokens_per_s"] for row in found)
     row = next(row for row in found if row["tokens_per_s"] == middle)
     return {
-        "implementation": LLAMA_CPP, "streams": 1, "tokens_per_s": middle,
-        "prompt_tokens_per_s": row["prompt_tokens_per_s"], "gguf_type": kind, "file_bytes": stored, "reported": row,
+        "implementation": LLAMA_CPP,
+        "streams": 1,
+        "tokens_per_s": middle,
+        "prompt_tokens_per_s": row["prompt_tokens_per_s"],
+        "gguf_type": kind,
+        "file_bytes": stored,
+        "reported": row,
         "openmp": settings(os.environ if environ is None else environ),
-    }  # fmt: skip
+    }

@@ -54,10 +54,13 @@ def main() -> None:
             token = model.next_token([token])
         done = time.perf_counter()
         row = {
-            "streams": 1, "tokens_per_s": (new - 1) / (done - first), "prompt_tokens_per_s": prompt / (first - began),
-            "threads": threads, "llama_cpp_python": llama_cpp.__version__,
+            "streams": 1,
+            "tokens_per_s": (new - 1) / (done - first),
+            "prompt_tokens_per_s": prompt / (first - began),
+            "threads": threads,
+            "llama_cpp_python": llama_cpp.__version__,
             "features": llama_cpp.llama_print_system_info().decode(),  # the instructions that it was compiled for
-        }  # fmt: skip
+        }
         if repeat:
             print(json.dumps(row))
 

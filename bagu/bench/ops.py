@@ -112,12 +112,14 @@ def _jobs(
         cases = [c for c in spec.cases if c.bench and (not named or c.name in named)][: 1 if setting.quick else None]
         jobs += [
             Job(
-                spec=spec, case=shrink(spec, c, setting.dtype, setting.budget), implementation=r,
+                spec=spec,
+                case=shrink(spec, c, setting.dtype, setting.budget),
+                implementation=r,
                 tiny=shrink(spec, c, setting.dtype, HOST_BYTES) if i == 0 and setting.device.type == "cuda" else None,
             )
             for i, c in enumerate(cases)
             for r in runners
-        ]  # fmt: skip
+        ]
     if setting.device.type != "cuda" and any("triton" in s.backends for s in specs):
         notes.append("the triton backend is skipped: kernels are timed on a CUDA device")
     return jobs, list(dict.fromkeys(notes))

@@ -58,8 +58,15 @@ def _draw_pass(axes: Any, rows: Sequence[Row], cases: Sequence[str], colours: Ma
     top = rows[-1]["ceilings"][ceiling] / scale
     axes.axhline(top, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
     digits = 0 if top >= 10 else 2
-    axes.annotate(f"{ceiling} {top:,.{digits}f} {unit}", (1.0, top), xycoords=("axes fraction", "data"),
-                  xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+    axes.annotate(
+        f"{ceiling} {top:,.{digits}f} {unit}",
+        (1.0, top),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+    )
     axes.set_ylabel(unit)
     axes.set_ylim(0, 1.12 * max([top, *(r[work] / r["median_s"] / scale for r in rows)]))
     axes.grid(axis="y")

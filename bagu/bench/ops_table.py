@@ -45,8 +45,15 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
     for index, (_, group) in enumerate(groupby(rows, key=lambda r: r["case"])):
         mine = sorted(group, key=lambda r: PASSES.index(r["pass"]))
         title = f"[bold]{mine[0]['op']}[/]  {escape(mine[0]['case'])}  {mine[0]['shape']}  {mine[0]['dtype']}"
-        grid = Table(title=title, title_justify="left", title_style="", box=None, padding=(0, 1, 0, 0),
-                     header_style="dim", show_header=index == 0)  # fmt: skip
+        grid = Table(
+            title=title,
+            title_justify="left",
+            title_style="",
+            box=None,
+            padding=(0, 1, 0, 0),
+            header_style="dim",
+            show_header=index == 0,
+        )
         for name, width in COLUMNS.items():
             grid.add_column(name, width=width, justify="left" if name in ("pass", "by") else "right", no_wrap=True)
         for before, row in zip((None, *mine), mine, strict=False):

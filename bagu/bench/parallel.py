@@ -96,19 +96,28 @@ def summary(found: Sequence[Times], shape: Shape) -> dict[str, Any]:
     mesh = [ranks * shape.tokens / max(each) for each in zip(*(f[MESH] for f in found), strict=True)]
     ratios = [m / a for m, a in zip(mesh, alone, strict=True)]
     return {
-        "ranks": ranks, "tokens": ranks * shape.tokens, "rounds": len(ratios),
-        "alone_tokens_per_s": statistics.median(alone), "mesh_tokens_per_s": statistics.median(mesh),
-        "ratio": statistics.median(ratios), "low_ratio": min(ratios), "high_ratio": max(ratios),
-    }  # fmt: skip
+        "ranks": ranks,
+        "tokens": ranks * shape.tokens,
+        "rounds": len(ratios),
+        "alone_tokens_per_s": statistics.median(alone),
+        "mesh_tokens_per_s": statistics.median(mesh),
+        "ratio": statistics.median(ratios),
+        "low_ratio": min(ratios),
+        "high_ratio": max(ratios),
+    }
 
 
 def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
     heads = ("ranks", "tokens a step", "independent, tokens/s", "data parallel, tokens/s", "ratio", "range of rounds")
     lines = [
         (
-            str(r["ranks"]), f"{r['tokens']:,}", f"{r['alone_tokens_per_s']:,.0f}", f"{r['mesh_tokens_per_s']:,.0f}",
-            f"{r['ratio']:.3f}", f"{r['low_ratio']:.3f} to {r['high_ratio']:.3f}",
+            str(r["ranks"]),
+            f"{r['tokens']:,}",
+            f"{r['alone_tokens_per_s']:,.0f}",
+            f"{r['mesh_tokens_per_s']:,.0f}",
+            f"{r['ratio']:.3f}",
+            f"{r['low_ratio']:.3f} to {r['high_ratio']:.3f}",
         )
         for r in rows
-    ]  # fmt: skip
+    ]
     return table(f"{shape.why}; one thread per rank, medians of {rows[0]['rounds']} rounds", heads, lines)

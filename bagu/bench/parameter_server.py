@@ -194,10 +194,12 @@ def timed_rounds(shape: Shape, rounds: int, place: Place, workers: int) -> dict[
     pushed, pulled = int(row["pushed_bytes"] or 0), int(row["pulled_bytes"] or 0)
     facts = server_facts(place)
     times |= {
-        "parameters": len(states[1].flat.master), "bytes": (pushed + pulled) // made,
-        "pushed_bytes": workers * pushed // made, "received_bytes": (received_bytes(facts) - before) // made,
+        "parameters": len(states[1].flat.master),
+        "bytes": (pushed + pulled) // made,
+        "pushed_bytes": workers * pushed // made,
+        "received_bytes": (received_bytes(facts) - before) // made,
         "server_memory_bytes": largest_private_memory(facts),
-    }  # fmt: skip
+    }
     worker.close()
     return times
 
@@ -238,12 +240,16 @@ def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
     heads = ("workers", "servers", "Gloo, tokens/s", "servers, tokens/s", "ratio", "range", "bytes", "copies", "server")
     lines = [
         (
-            str(r["ranks"]), str(r["servers"]), f"{r['alone_tokens_per_s']:,.0f}",
+            str(r["ranks"]),
+            str(r["servers"]),
+            f"{r['alone_tokens_per_s']:,.0f}",
             f"{r['mesh_tokens_per_s']:,.0f}",
-            f"{r['ratio']:.3f}", f"{r['low_ratio']:.3f} to {r['high_ratio']:.3f}",
-            f"{r['bytes'] / (8 * r['parameters']):.3f}", f"{r['received_bytes'] / r['pushed_bytes']:.3f}",
+            f"{r['ratio']:.3f}",
+            f"{r['low_ratio']:.3f} to {r['high_ratio']:.3f}",
+            f"{r['bytes'] / (8 * r['parameters']):.3f}",
+            f"{r['received_bytes'] / r['pushed_bytes']:.3f}",
             f"{r['server_memory_bytes'] / 2**20:.0f} MiB" if r["server_memory_bytes"] else "–",
         )
         for r in rows
-    ]  # fmt: skip
+    ]
     return table(f"{shape.why}; one thread per worker, medians of {rows[0]['rounds']} rounds", heads, lines)

@@ -87,11 +87,16 @@ def comparison(found: Sequence[dict[str, Any]]) -> Table:
     for plant in dict.fromkeys(r["plant"] for r in found):
         cases = [r["cases"] for r in found if r["plant"] == plant]
         every = [c for some in cases for c in some]
-        lines.append((
-            plant, interval(_means(cases, lambda c: c["best_row"])), share([c["best_row"] < 0 for c in every]),
-            interval(_means(cases, lambda c: c["maximum"])), share([c["maximum"] < 0 for c in every]),
-            interval(_means(cases, lambda c: c["maximum_over"])),
-        ))  # fmt: skip
+        lines.append(
+            (
+                plant,
+                interval(_means(cases, lambda c: c["best_row"])),
+                share([c["best_row"] < 0 for c in every]),
+                interval(_means(cases, lambda c: c["maximum"])),
+                share([c["maximum"] < 0 for c in every]),
+                interval(_means(cases, lambda c: c["maximum_over"])),
+            )
+        )
     return table("Other rules in the same contexts", heads, lines)
 
 

@@ -60,9 +60,14 @@ def profile_train(shape: str, out: Path, *, dtype: str | None, device: str | Non
 
 
 def profile_serve(
-    load: Callable[[], tuple[Transformer, object, object]], name: str, out: Path, *, streams: int, prompt: int,
+    load: Callable[[], tuple[Transformer, object, object]],
+    name: str,
+    out: Path,
+    *,
+    streams: int,
+    prompt: int,
     steps: int,
-) -> None:  # fmt: skip
+) -> None:
     """Profile decode steps of the engine with `streams` sequences, after their prompts."""
     if streams < 1 or prompt < 1:
         raise ArgumentError(f"{streams} streams with prompts of {prompt} tokens", hint="both are 1 or more")

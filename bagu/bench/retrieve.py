@@ -90,9 +90,12 @@ def _speed(functions: list[Function], large: int) -> dict[str, float]:
     return {
         "index_mb_per_s": done[0].characters / 1e6 / index.cpu,
         "index_mb_per_wall_s": done[0].characters / 1e6 / index.wall,
-        "add_file_ms": 1e3 * median(added), "add_file_worst_ms": 1e3 * max(added), "passages": done[0].passages,
-        "query_ms": 1e3 * median(t.cpu for t in times), "query_wall_ms": 1e3 * median(t.wall for t in times),
-    } | (_large(queries, large) if large else {})  # fmt: skip
+        "add_file_ms": 1e3 * median(added),
+        "add_file_worst_ms": 1e3 * max(added),
+        "passages": done[0].passages,
+        "query_ms": 1e3 * median(t.cpu for t in times),
+        "query_wall_ms": 1e3 * median(t.wall for t in times),
+    } | (_large(queries, large) if large else {})
 
 
 class Seconds(NamedTuple):

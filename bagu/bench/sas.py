@@ -88,10 +88,17 @@ def read_sas(path: Path) -> list[dict[str, Any]]:
             raise BaguError(f"{path}:{number}: batch and seconds are not numbers", hint="correct the line") from None
         if batch < 1 or not 0 < seconds < float("inf"):
             raise BaguError(f"{path}:{number}: batch {batch}, {seconds} s", hint="both are above 0")
-        rows.append({
-            "layer": named["layer"], "batch": batch, "pass": named["pass"], "implementation": "sas",
-            "median_s": seconds, "per_s": batch / seconds, "machine": named["machine"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "layer": named["layer"],
+                "batch": batch,
+                "pass": named["pass"],
+                "implementation": "sas",
+                "median_s": seconds,
+                "per_s": batch / seconds,
+                "machine": named["machine"],
+            }
+        )
     if not rows:
         raise BaguError(f"{path} has no rows", hint="run the program of --write-sas first")
     return rows

@@ -41,9 +41,13 @@ class Selection(Generic[T]):
 
 
 def select(
-    default: T, others: Sequence[T], measure: Callable[[T], float], *, deadline: float = math.inf,
+    default: T,
+    others: Sequence[T],
+    measure: Callable[[T], float],
+    *,
+    deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-) -> Selection[T]:  # fmt: skip
+) -> Selection[T]:
     """Measure until one candidate remains, `MAX_ROUNDS` rounds have run, or the deadline passes.
 
     A candidate that cannot be measured returns infinity and is not measured again.

@@ -75,10 +75,15 @@ def _show(
         mean, low, high = ratio(a, b)
         verdict = "too few rounds" if math.isnan(low) else "no difference shown" if low <= 1 <= high else "differs"
         missing = f", {rounds - len(pairs)} rounds without a value left out" if len(pairs) < rounds else ""
-        lines.append((
-            words, *(f"{math.exp(sum(map(math.log, values)) / len(values)):,.2f}" for values in (a, b)),
-            f"{mean:.3f}", "–" if math.isnan(low) else f"{low:.3f} to {high:.3f}", verdict + missing,
-        ))  # fmt: skip
+        lines.append(
+            (
+                words,
+                *(f"{math.exp(sum(map(math.log, values)) / len(values)):,.2f}" for values in (a, b)),
+                f"{mean:.3f}",
+                "–" if math.isnan(low) else f"{low:.3f} to {high:.3f}",
+                verdict + missing,
+            )
+        )
     yield table("", ("geometric mean", "A", "B", "B / A", "95 % interval", ""), lines)
     for name, found in measured.items():
         for error in sorted({e for row in found for e in row["errors"]}):

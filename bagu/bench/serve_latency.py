@@ -86,14 +86,18 @@ def summary(answers: Sequence[Answer], duration: float, goodput: Mapping[str, fl
     done = [a for a in answers if a.error is None]
     inputs, outputs = sum(a.input_tokens for a in done), sum(a.output_tokens for a in done)
     found: dict[str, Any] = {
-        "duration": duration, "completed": len(done), "failed": len(answers) - len(done),
-        "total_input_tokens": inputs, "total_output_tokens": outputs,
-        "request_throughput": len(done) / duration, "output_throughput": outputs / duration,
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": len(done) / duration,
+        "output_throughput": outputs / duration,
         "total_token_throughput": (inputs + outputs) / duration,
         "max_concurrent_requests": _most_at_once(done),
         "request_goodput": sum(keeps(a, goodput) for a in done) / duration if goodput else None,
         "errors": sorted({a.error for a in answers if a.error is not None})[:8],
-    }  # fmt: skip
+    }
     for name, seconds in samples(answers).items():
         ms = 1e3 * np.array(seconds)
         found[f"mean_{name}_ms"] = float(ms.mean()) if seconds else None

@@ -188,12 +188,16 @@ def run_load(target: Target, load: Load) -> tuple[dict[str, Any], list[Answer]]:
 def _requests(target: Target, load: Load) -> tuple[Workload, Workload, list[float], dict[str, Any]]:
     """The requests of the load and of the warm-up, the arrival times, and the fields that describe them."""
     asked: dict[str, Any] = {
-        "shared_prefix": load.shared_prefix, "prefix_groups": load.prefix_groups,
+        "shared_prefix": load.shared_prefix,
+        "prefix_groups": load.prefix_groups,
         "request_rate": load.request_rate if load.is_poisson else "inf",
-        "max_concurrency": load.concurrency, "temperature": load.temperature, "seed": load.seed,
-        "warmups": load.warmups, "goodput": dict(load.goodput) or None, "prompts_are": "text" if target.ids is None
-        else "token ids",
-    }  # fmt: skip
+        "max_concurrency": load.concurrency,
+        "temperature": load.temperature,
+        "seed": load.seed,
+        "warmups": load.warmups,
+        "goodput": dict(load.goodput) or None,
+        "prompts_are": "text" if target.ids is None else "token ids",
+    }
     if load.trace is not None:
         trace = load.trace.fitting(target.longest)
         work = trace_workload(trace, tokens=target.tokens, seed=load.seed)
@@ -204,9 +208,13 @@ def _requests(target: Target, load: Load) -> tuple[Workload, Workload, list[floa
         count = load.requests or REQUESTS
         lengths = fitting(load.inputs, load.outputs, longest=target.longest, shared_prefix=load.shared_prefix)
         work = random_workload(
-            count, *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, prefix_groups=load.prefix_groups,
+            count,
+            *lengths,
+            tokens=target.tokens,
+            shared_prefix=load.shared_prefix,
+            prefix_groups=load.prefix_groups,
             seed=load.seed,
-        )  # fmt: skip
+        )
         when = arrivals(count, load.request_rate, load.seed)
     warmup = random_workload(
         max(1, load.warmups), *lengths, tokens=target.tokens, shared_prefix=load.shared_prefix, seed=load.seed + 1
@@ -230,10 +238,17 @@ def send(
 ) -> tuple[list[Answer], float]:
     """The answer to every request, and the seconds from the first request to the last answer."""
     bodies = [
-        {"model": target.model, "prompt": target.prompt(prompt), "max_tokens": count, "temperature": temperature,
-         "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        {
+            "model": target.model,
+            "prompt": target.prompt(prompt),
+            "max_tokens": count,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         for prompt, count in zip(workload.prompts, workload.max_tokens, strict=True)
-    ]  # fmt: skip
+    ]
     server = target.server
     calls = [server.post("/v1/completions", body) for body in bodies]
     began = time.perf_counter()

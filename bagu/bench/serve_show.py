@@ -36,10 +36,13 @@ def show_load(load: Load, row: Row, answers: Sequence[Answer], no_plot: str | No
     kinds = ("mean", "p50", "p90", "p99")
     values = {name: [row[f"{kind}_{name}_ms"] for kind in kinds] for name in METRICS}
     yield table(
-        "", ("ms", *kinds),
-        [(f"{name.upper()} {words}", *("–" if v is None else f"{v:,.2f}" for v in values[name]))
-         for name, words in METRICS.items()],
-    )  # fmt: skip
+        "",
+        ("ms", *kinds),
+        [
+            (f"{name.upper()} {words}", *("–" if v is None else f"{v:,.2f}" for v in values[name]))
+            for name, words in METRICS.items()
+        ],
+    )
     yield from map(Text, counted(row))
     for error in row["errors"]:
         yield Text(f"failed: {sum(a.error == error for a in answers)} × {error}", style="red")
@@ -79,10 +82,16 @@ def show_sweep(points: Sequence[tuple[str, Row]], kind: str, no_plot: str | None
         f"{first['warmups']} warm-up requests, not counted; outliers are kept"
     )
     lines = [
-        (name, f"{row['request_throughput']:.2f}", f"{row['output_throughput']:,.0f}", *_pairs(row), _good(row),
-         str(row["failed"]))
+        (
+            name,
+            f"{row['request_throughput']:.2f}",
+            f"{row['output_throughput']:,.0f}",
+            *_pairs(row),
+            _good(row),
+            str(row["failed"]),
+        )
         for name, row in points
-    ]  # fmt: skip
+    ]
     heads = ("requests/s", "output tokens/s", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "goodput/s", "failed")
     yield table("", (kind, *heads), lines)
     yield Text(_saturation(points, kind))

@@ -43,10 +43,14 @@ class Record:
     def row(self) -> dict[str, Any]:
         times = sorted(self.recovery_s) or [0.0]
         return {
-            "kills": self.kills, "updates": self.updates, "wrong_updates": self.wrong,
-            "recovery_median_s": statistics.median(times), "recovery_p95_s": times[int(0.95 * (len(times) - 1))],
-            "recovery_max_s": times[-1], "longest_update_s": self.longest_s,
-        }  # fmt: skip
+            "kills": self.kills,
+            "updates": self.updates,
+            "wrong_updates": self.wrong,
+            "recovery_median_s": statistics.median(times),
+            "recovery_p95_s": times[int(0.95 * (len(times) - 1))],
+            "recovery_max_s": times[-1],
+            "longest_update_s": self.longest_s,
+        }
 
 
 class Servers:
@@ -200,9 +204,14 @@ class Workers:
 
 
 def record(
-    kills: int, *, servers: int = 4, workers: int = 2, how: str = "kill", seed: int = 0,
+    kills: int,
+    *,
+    servers: int = 4,
+    workers: int = 2,
+    how: str = "kill",
+    seed: int = 0,
     say: Callable[[str], None] = print,
-) -> Record:  # fmt: skip
+) -> Record:
     """Run updates until there were so many kills, and five updates more."""
     group, found, rng = Servers(servers), Record(), random.Random(seed)
     threads = Workers(workers, group, found)

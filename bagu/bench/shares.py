@@ -29,9 +29,15 @@ from bagu.train.loss import MicroBatchLoss
 
 TOKENS = 64  # of a micro-batch
 MODEL = ModelConfig(
-    vocab_size=256, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, intermediate_size=64,
+    vocab_size=256,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=64,
     max_len=TOKENS,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +90,14 @@ def main(given: SharesBench) -> int:
     rows.add([{"system": "shares", "wait_ms": given.wait_ms, "micro_batches": given.micro_batches, **asdict(found)}])
     heads = ("speeds", "shares", "equal, tokens/s", "measured, tokens/s", "predicted", "ratio", "by the speeds")
     cells = (
-        given.speeds, ":".join(map(str, found.shares)), f"{found.equal_tokens_per_s:,.0f}",
-        f"{found.measured_tokens_per_s:,.0f}", f"{found.predicted_tokens_per_s:,.0f}", f"{found.ratio:.2f}",
+        given.speeds,
+        ":".join(map(str, found.shares)),
+        f"{found.equal_tokens_per_s:,.0f}",
+        f"{found.measured_tokens_per_s:,.0f}",
+        f"{found.predicted_tokens_per_s:,.0f}",
+        f"{found.ratio:.2f}",
         f"{found.possible:.2f}",
-    )  # fmt: skip
+    )
     rows.finish(table(f"speeds emulated: {given.wait_ms:g} ms a micro-batch at speed 1", heads, [cells]))
     return 0
 
@@ -103,13 +113,15 @@ def compare(speeds: Sequence[float], wait_s: float, micro_batches: int, rounds: 
     tokens, each = TOKENS * micro_batches, [1 / speed for speed in speeds]
     same = (micro_batches // len(speeds),) * len(speeds)
     return Compared(
-        speeds=tuple(speeds), shares=times["counts"], rounds=rounds,
+        speeds=tuple(speeds),
+        shares=times["counts"],
+        rounds=rounds,
         equal_tokens_per_s=tokens / statistics.median(equal),
         measured_tokens_per_s=tokens / statistics.median(measured),
         predicted_tokens_per_s=tokens / statistics.median(predicted),
         ratio=statistics.median(a / b for a, b in zip(equal, measured, strict=True)),
         possible=slowest(same, each) / slowest(divide(micro_batches, each), each),
-    )  # fmt: skip
+    )
 
 
 def timed_rounds(speeds: Sequence[float], wait_s: float, micro_batches: int, rounds: int) -> dict[str, Any]:
@@ -121,10 +133,11 @@ def timed_rounds(speeds: Sequence[float], wait_s: float, micro_batches: int, rou
         kind: TrainState(
             init_weights(Transformer(MODEL), 0),
             TrainConfig(optimizer=OptimizerConfig(kind="adamw"), mesh=mesh.config, steps=10_000, shares=kind),
-            loss, mesh=mesh,
+            loss,
+            mesh=mesh,
         )
         for kind in ("equal", "measured")
-    }  # fmt: skip
+    }
     found: dict[str, Any] = {"equal": [], "measured": [], "predicted": []}
     shares = states["measured"].shares
     assert shares is not None

@@ -201,10 +201,16 @@ def _render(facts: Mapping[str, Any]) -> Group:
     arguments = [(escape(a["is"]), a["kind"], "yes" if a["gradient"] else "") for a in facts["arguments"]]
     cases = [(c["name"], escape(c["why"]), "yes" if c["bench"] else "") for c in facts["cases"]]
     work = [
-        (step, si(p["flops"], "FLOP"), si(p["bytes"], "B"), f"{p['flops_per_byte']:,.1f}", p["bound"],
-         f"≥ {duration(p['predicted_s'])}")
+        (
+            step,
+            si(p["flops"], "FLOP"),
+            si(p["bytes"], "B"),
+            f"{p['flops_per_byte']:,.1f}",
+            p["bound"],
+            f"≥ {duration(p['predicted_s'])}",
+        )
         for step, p in facts["cost"].items()
-    ]  # fmt: skip
+    ]
     heads = ("pass", "work", "traffic", "FLOP/byte", "bound by", "predicted time")
     size, c = facts["size"], facts["ceilings"]
     results = ", ".join(facts["outputs"]) + (f"; saved: {', '.join(facts['residuals'])}" if facts["residuals"] else "")

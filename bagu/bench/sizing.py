@@ -105,9 +105,12 @@ def input_bytes(spec: OpSpec, case: Case, dtype: torch.dtype) -> int:
 
 
 def shrink(
-    spec: OpSpec, case: Case, dtype: torch.dtype, budget: int,
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    budget: int,
     size: Callable[[OpSpec, Case, torch.dtype], int] = forward_bytes,
-) -> Case:  # fmt: skip
+) -> Case:
     """The case, with sizes halved until its forward moves (or another `size` is) at most `budget` bytes.
 
     Independent dims shrink first, each down to 16: those that are parameters of the case, in the spec's order, then the

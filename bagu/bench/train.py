@@ -33,14 +33,23 @@ from bagu.train.prepare import prepared
 
 @contextmanager
 def bagu_step(
-    shape: Shape, device: torch.device, dtype: torch.dtype, *, micro_batches: int, compiled: bool, recompute: str,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    micro_batches: int,
+    compiled: bool,
+    recompute: str,
     fp8: bool = False,
-) -> Iterator[Callable[[], float]]:  # fmt: skip
+) -> Iterator[Callable[[], float]]:
     """One step of bagu's trainer: fp32 master weights, AdamW, clipping, the guard; a real step except for its data."""
     config = TrainConfig(
-        steps=10**6, compile=compiled, activation_checkpointing=recompute,  # type: ignore[arg-type]
-        optimizer=OptimizerConfig(kind="adamw", lr=1e-4), precision="fp8" if fp8 else None,
-    )  # fmt: skip
+        steps=10**6,
+        compile=compiled,
+        activation_checkpointing=recompute,  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+        precision="fp8" if fp8 else None,
+    )
     model = Transformer(shape.model, device=device, dtype=dtype)
     init_weights(model, seed=0)
     state = TrainState(model, config)
@@ -70,11 +79,16 @@ def _row(name: str, shape: Shape, times: StepTimes) -> dict[str, Any]:
     samples = times.seconds
     median = statistics.median(samples)
     return {
-        "implementation": name, "tokens": shape.tokens, "tokens_per_s": shape.tokens / median,
-        "step_s": median, "low_s": min(samples), "high_s": max(samples), "samples": len(samples),
+        "implementation": name,
+        "tokens": shape.tokens,
+        "tokens_per_s": shape.tokens / median,
+        "step_s": median,
+        "low_s": min(samples),
+        "high_s": max(samples),
+        "samples": len(samples),
         "tflop_per_s": flops / median / 1e12,
         "peak_bytes": times.peak_bytes,
-    }  # fmt: skip
+    }
 
 
 def main(given: TrainBench, setting: BenchSetting) -> int:
@@ -124,9 +138,14 @@ def _table(shape: Shape, rows: Sequence[dict[str, Any]]) -> Table:
     lines = []
     for row in rows:
         tflops, peak = row.get("tflop_per_s"), row.get("peak_bytes")
-        lines.append((
-            row["implementation"], str(row.get("micro_batches", "–")), f"{row['tokens_per_s']:,.0f}",
-            tera(tflops) if tflops else "–", f"{peak / 2**30:.1f} GiB" if peak else "–",
-            f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
-        ))  # fmt: skip
+        lines.append(
+            (
+                row["implementation"],
+                str(row.get("micro_batches", "–")),
+                f"{row['tokens_per_s']:,.0f}",
+                tera(tflops) if tflops else "–",
+                f"{peak / 2**30:.1f} GiB" if peak else "–",
+                f"{row['tokens_per_s'] / max(peers):.2f}×" if peers else "–",
+            )
+        )
     return table(f"{shape.why}; {shape.words()} per step", heads, lines)

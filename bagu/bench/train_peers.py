@@ -21,11 +21,17 @@ def llama_config(config: ModelConfig) -> Any:
     if not isinstance(rope, Rope) or not plain or config.moe is not None or config.mla is not None:
         raise BaguError("the transformers peer supports only Llama shapes", hint="leave the peer out")
     return LlamaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size, max_position_embeddings=config.max_len,
-        tie_word_embeddings=config.tie_embeddings, use_cache=False,
-    )  # fmt: skip
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_len,
+        tie_word_embeddings=config.tie_embeddings,
+        use_cache=False,
+    )
 
 
 @contextmanager

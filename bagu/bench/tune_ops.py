@@ -40,9 +40,15 @@ Timer = Callable[[Key], Timing]
 
 
 def main(
-    names: Sequence[str] = (), *, cases: Sequence[str] = (), shapes: Sequence[str] = (), dtype: str | None = None,
-    budget: float = 300.0, again: bool = False, store: Store | None = None,
-) -> int:  # fmt: skip
+    names: Sequence[str] = (),
+    *,
+    cases: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    dtype: str | None = None,
+    budget: float = 300.0,
+    again: bool = False,
+    store: Store | None = None,
+) -> int:
     """Tune the named ops, all with a tuning space by default, within `budget` seconds.
 
     Steps that have a result are skipped, unless `again`.
@@ -131,9 +137,15 @@ class _Book:
     def add(self, key: Key, status: str, reason: str = "", timing: Timing | None = None, seconds: float = 0.0) -> None:
         times: dict[str, Any] = {} if timing is None else asdict(timing)
         record = Measurement(
-            kind=self.kind, options=dict(key), status=status, reason=reason, **times, dims=self.step.dims,
-            seconds=seconds + self.compile_s.pop(key, 0.0), environment=environment(),
-        )  # fmt: skip
+            kind=self.kind,
+            options=dict(key),
+            status=status,
+            reason=reason,
+            **times,
+            dims=self.step.dims,
+            seconds=seconds + self.compile_s.pop(key, 0.0),
+            environment=environment(),
+        )
         self.store.append(record)
 
     def measure(self, key: Key) -> float:
@@ -175,9 +187,16 @@ def tune(
             break
         book.add(key, "wrong", fault)
     winner = Winner(
-        kind=kind, options=dict(chosen), verdict=verdict, speedup=found.faster.get(chosen, 1.0), searched=len(running),
-        space=len(points), seconds=time.monotonic() - began, dims=step.dims, environment=environment(),
-    )  # fmt: skip
+        kind=kind,
+        options=dict(chosen),
+        verdict=verdict,
+        speedup=found.faster.get(chosen, 1.0),
+        searched=len(running),
+        space=len(points),
+        seconds=time.monotonic() - began,
+        dims=step.dims,
+        environment=environment(),
+    )
     store.append(winner)
     return winner
 

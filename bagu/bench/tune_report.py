@@ -103,15 +103,19 @@ def totals(found: Sequence[Search]) -> dict[str, Any]:
     faster = [s.winner.speedup for s in found if s.winner.verdict == "faster"]
     points = [p for s in found for p in s.points]
     return {
-        "searches": len(found), "faster": len(faster), "seconds": sum(s.winner.seconds for s in found),
+        "searches": len(found),
+        "faster": len(faster),
+        "seconds": sum(s.winner.seconds for s in found),
         "compile_and_measure_seconds": sum(p.seconds for p in points),
-        "points": sum(s.winner.space for s in found), "measured": sum(s.winner.searched for s in found),
+        "points": sum(s.winner.space for s in found),
+        "measured": sum(s.winner.searched for s in found),
         "gain_of_the_faster": statistics.geometric_mean(faster) if faster else None,
         "gain": statistics.geometric_mean([s.winner.speedup for s in found]) if found else None,
         "default_within_2_percent": sum(s.gap is not None and s.gap <= 1.02 for s in found),
-        "whole_spaces": sum(s.whole for s in found), "mean_regret": _mean([s.regret for s in found]),
+        "whole_spaces": sum(s.whole for s in found),
+        "mean_regret": _mean([s.regret for s in found]),
         "largest_regret": max((r for s in found if (r := s.regret) is not None), default=None),
-    }  # fmt: skip
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -142,10 +146,13 @@ def sentences(found: Sequence[Search]) -> list[str]:
 def _dropped(found: Sequence[Search]) -> str:
     """What was not measured, or not used, and why: ", 95 spill registers"."""
     reasons = {
-        "compile": "do not compile", "resources": "need too many registers or too much shared memory",
-        "spills": "spill registers", "roofline": "cannot be faster by the roofline", "failed": "failed",
+        "compile": "do not compile",
+        "resources": "need too many registers or too much shared memory",
+        "spills": "spill registers",
+        "roofline": "cannot be faster by the roofline",
+        "failed": "failed",
         "wrong": "gave wrong results",
-    }  # fmt: skip
+    }
     counts = Counter(p.status for s in found for p in s.points)
     return "".join(f", {counts[status]} {words}" for status, words in reasons.items() if counts[status])
 
@@ -174,10 +181,15 @@ def _each(found: Sequence[Search]) -> list[tuple[str, ...]]:
         w = s.winner
         sizes = (f"{k}={v}" for k, v in (*w.dims.items(), *w.kind.modes))
         words = ", ".join(f"{k}={v}" for k, v in w.options.items()) or f"default ({w.verdict})"
-        lines.append((
-            " ".join([w.kind.op, w.kind.step, *sizes]), words, f"{w.speedup:.3f}×",
-            shown(s.regret, "{:.1%}"), f"{w.searched}/{w.space}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                " ".join([w.kind.op, w.kind.step, *sizes]),
+                words,
+                f"{w.speedup:.3f}×",
+                shown(s.regret, "{:.1%}"),
+                f"{w.searched}/{w.space}",
+            )
+        )
     return lines
 
 

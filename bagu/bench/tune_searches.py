@@ -68,7 +68,10 @@ def searches(records: Iterable[Record]) -> list[Search]:
 def _point(key: Key, own: Sequence[Measurement]) -> Point:
     times = [m.median_s for m in own if m.median_s is not None]
     return Point(
-        options=key, status=own[-1].status, median_s=statistics.median(times) if times else 0.0,
-        samples=sum(m.samples for m in own), seconds=sum(m.seconds for m in own),
+        options=key,
+        status=own[-1].status,
+        median_s=statistics.median(times) if times else 0.0,
+        samples=sum(m.samples for m in own),
+        seconds=sum(m.seconds for m in own),
         timed=bool(times),
-    )  # fmt: skip
+    )

@@ -114,22 +114,41 @@ def bench_engine(given: EngineBench, setting: BenchSetting) -> None:
     from bagu.serve.config import EngineConfig
 
     case = Case(
-        requests=given.requests, inputs=given.inputs, outputs=given.outputs, shared_prefix=given.shared_prefix,
-        streams=given.streams, prompt=given.input_tokens, new=given.output_tokens, adapters=given.adapters,
-        passes=given.passes, text=given.text,  # type: ignore[arg-type]
-    )  # fmt: skip
+        requests=given.requests,
+        inputs=given.inputs,
+        outputs=given.outputs,
+        shared_prefix=given.shared_prefix,
+        streams=given.streams,
+        prompt=given.input_tokens,
+        new=given.output_tokens,
+        adapters=given.adapters,
+        passes=given.passes,
+        text=given.text,  # type: ignore[arg-type]
+    )
     config = EngineConfig(
-        max_num_seqs=given.max_num_seqs, max_adapter_rank=given.adapter_rank, prefix_cache=given.prefix_caching,
-        invariant=given.invariant, tp=given.tp, speculative="ngram" if given.speculative else None,
-        speculative_tokens=given.speculative_tokens, quantization=given.quantization,  # type: ignore[arg-type]
+        max_num_seqs=given.max_num_seqs,
+        max_adapter_rank=given.adapter_rank,
+        prefix_cache=given.prefix_caching,
+        invariant=given.invariant,
+        tp=given.tp,
+        speculative="ngram" if given.speculative else None,
+        speculative_tokens=given.speculative_tokens,
+        quantization=given.quantization,  # type: ignore[arg-type]
         kv_dtype=given.kv_dtype,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     dtype, device = setting.dtype or "auto", setting.device
     load = None if given.model is None else Loader(model=given.model, dtype=dtype, device=device)
     status = main(
-        case, config, setting, shape=given.shape, name=given.model, peers=given.peer, peer_environ=user_environ,
-        rounds=given.rounds, load=load,
-    )  # fmt: skip
+        case,
+        config,
+        setting,
+        shape=given.shape,
+        name=given.model,
+        peers=given.peer,
+        peer_environ=user_environ,
+        rounds=given.rounds,
+        load=load,
+    )
     raise typer.Exit(status)
 
 
@@ -226,18 +245,32 @@ def bench_serve(given: ServeBench) -> None:
         print("bagu: --goodput is now --ttft, --tpot, --itl, --e2el; the old name works until 0.2", file=sys.stderr)
     limits = [f"{name}:{limit}" for name in METRICS if (limit := getattr(given, name))]
     load = Load(
-        requests=given.requests, inputs=given.inputs, outputs=given.outputs, shared_prefix=given.shared_prefix,
-        prefix_groups=given.prefix_groups, max_concurrency=given.max_concurrency,
+        requests=given.requests,
+        inputs=given.inputs,
+        outputs=given.outputs,
+        shared_prefix=given.shared_prefix,
+        prefix_groups=given.prefix_groups,
+        max_concurrency=given.max_concurrency,
         request_rate=float("inf") if given.request_rate is None else given.request_rate,
-        trace=None if given.trace is None else read_trace(given.trace, given.requests), speed=given.trace_speed,
-        goodput=parse_goodput([*given.goodput, *limits]), warmups=given.warmups, seed=given.seed,
-    )  # fmt: skip
+        trace=None if given.trace is None else read_trace(given.trace, given.requests),
+        speed=given.trace_speed,
+        goodput=parse_goodput([*given.goodput, *limits]),
+        warmups=given.warmups,
+        seed=given.seed,
+    )
     is_url = given.target.startswith(("http://", "https://"))
     status = main(
-        nullcontext(given.target) if is_url else running_server(Path(given.target)), load, model=given.model,
-        api_key=given.api_key, sweep=given.sweep, against=given.against, rounds=given.rounds, plot=given.plot,
-        out=given.out, as_json=given.as_json,
-    )  # fmt: skip
+        nullcontext(given.target) if is_url else running_server(Path(given.target)),
+        load,
+        model=given.model,
+        api_key=given.api_key,
+        sweep=given.sweep,
+        against=given.against,
+        rounds=given.rounds,
+        plot=given.plot,
+        out=given.out,
+        as_json=given.as_json,
+    )
     raise typer.Exit(status)
 
 

@@ -41,9 +41,11 @@ def list_drills(
 
 @drill.command()
 def start(
-    name: Name, level: Level = None, lang: Language = None,
+    name: Name,
+    level: Level = None,
+    lang: Language = None,
     out: Annotated[Path, Option(help="The folder of answers.")] = Path("drills"),
-) -> None:  # fmt: skip
+) -> None:
     """Write the stub of a drill; work is never written over.
 
     Examples:
@@ -84,9 +86,11 @@ def hint(name: Name, lang: Language = None, every: Annotated[bool, Option("--all
 
 @drill.command()
 def show(
-    name: Name, level: Level = None, lang: Language = None,
+    name: Name,
+    level: Level = None,
+    lang: Language = None,
     answer: Annotated[bool, Option("--answer", help="Print bagu's own answer; later grades get a *.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show the task and interviewers' questions; with --answer also bagu's own solution.
 
     Examples:
@@ -114,9 +118,10 @@ def time_file(file: File, name: DrillName = None) -> None:
 
 @drill.command("try")
 def try_file(
-    file: File, name: DrillName = None,
+    file: File,
+    name: DrillName = None,
     steps: Annotated[int, Option(help="Training steps of each run.", min=1)] = 50,
-) -> None:  # fmt: skip
+) -> None:
     """Train and serve a small model with the answer in place of bagu's part, beside bagu's own.
 
     Examples:
@@ -134,7 +139,7 @@ def bug(
     level: Annotated[str | None, Option(help="The level. Default: triton where the drill has it.")] = None,
     seed: Annotated[int, Option(help="Which bug.", min=0)] = 0,
     out: Annotated[Path, Option(help="The folder of answers.")] = Path("drills"),
-) -> None:  # fmt: skip
+) -> None:
     """Write bagu's own kernel or answer with one planted bug: find it and mend it, in at most three lines.
 
     The file is graded before it is given, since a bug that no trial sees is none: some seconds for a kernel.
@@ -178,9 +183,7 @@ def predict(
 
 
 @drill.command()
-def report(
-    out: Annotated[Path, Option(help="The page.")] = Path("drills/report.html"), lang: Language = None
-) -> None:  # fmt: skip
+def report(out: Annotated[Path, Option(help="The page.")] = Path("drills/report.html"), lang: Language = None) -> None:
     """Write your progress as a page: grades, what is due again, mistakes that come again.
 
     Examples:

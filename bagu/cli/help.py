@@ -89,9 +89,14 @@ class Verbs(typer.Typer):
 
     def __init__(self, help: str, *, cls: type[Group] = Group, completion: bool = False) -> None:
         super().__init__(
-            cls=cls, help=help, add_completion=completion, pretty_exceptions_enable=False, no_args_is_help=True,
-            rich_markup_mode=None, context_settings=SETTINGS,
-        )  # fmt: skip
+            cls=cls,
+            help=help,
+            add_completion=completion,
+            pretty_exceptions_enable=False,
+            no_args_is_help=True,
+            rich_markup_mode=None,
+            context_settings=SETTINGS,
+        )
 
     def command(self, name: str | None = None, *, section: str | None = None, **given: Any) -> Any:
         return super().command(name, cls=Verb, rich_help_panel=section, context_settings=SETTINGS, **given)

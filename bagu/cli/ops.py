@@ -55,9 +55,16 @@ def ops_show(
 
     if kernel or diff:
         show.show_op_kernels(
-            name, Terminal(), out or Path("kernels") / name, size=sizes, dtype=dtype, arch=arch, config=config,
-            diff=diff, as_json=as_json,
-        )  # fmt: skip
+            name,
+            Terminal(),
+            out or Path("kernels") / name,
+            size=sizes,
+            dtype=dtype,
+            arch=arch,
+            config=config,
+            diff=diff,
+            as_json=as_json,
+        )
     else:
         if config or out is not None:
             raise ArgumentError("--config and --out describe kernels", hint="add --kernel")

@@ -79,10 +79,17 @@ def plan(
         from bagu.bench.units import parse_ms
 
         command.serve(
-            model=model, gpu=gpu, rate=rate, input_tokens=input_tokens, output_tokens=output_tokens,
-            token_ms=parse_ms(tpot), first_token_ms=parse_ms(ttft), as_json=as_json,
-            gpus=gpus, quantization=quantization,
-        )  # fmt: skip
+            model=model,
+            gpu=gpu,
+            rate=rate,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            token_ms=parse_ms(tpot),
+            first_token_ms=parse_ms(ttft),
+            as_json=as_json,
+            gpus=gpus,
+            quantization=quantization,
+        )
         return
     command.plan(
         model=model, gpus=8 if gpus is None else gpus, gpu=gpu, seq=seq, batch=batch, tokens=tokens,

@@ -37,8 +37,9 @@ def show(lines: Iterable[str]) -> None:
 @process.command()
 def demo(
     plant: Annotated[str, Argument(metavar="[PLANT]", help="weld, coating, turbojet or reactor.")] = "reactor",
-    out: Annotated[Path, Option(help="A new folder.")] = Path("runs/process_demo"), lang: Lang = "en",
-) -> None:  # fmt: skip
+    out: Annotated[Path, Option(help="A new folder.")] = Path("runs/process_demo"),
+    lang: Lang = "en",
+) -> None:
     """A plant, its history, a model, three recommendations, and the truth beside them: about a minute.
 
     Examples:
@@ -52,9 +53,11 @@ def demo(
 
 @process.command()
 def look(
-    data: Data, target: Target = None, lang: Lang = "en",
+    data: Data,
+    target: Target = None,
+    lang: Lang = "en",
     write: Annotated[bool, Option(help="Write the guessed roles to DATA.toml, unless it exists.")] = True,
-) -> None:  # fmt: skip
+) -> None:
     """Report what is wrong with a table, and write the guessed role of each column to a TOML file.
 
     Examples:
@@ -68,13 +71,16 @@ def look(
 
 @process.command()
 def fit(
-    data: Data, target: Target = None, limit: Limits = None,
+    data: Data,
+    target: Target = None,
+    limit: Limits = None,
     group: Annotated[list[str] | None, Option(help="A column whose rows belong together, e.g. batch.")] = None,
     time: Annotated[list[str] | None, Option(help="The column of the time.")] = None,
     minutes: Annotated[float, Option(help="The time budget.", min=0.0)] = 2.0,
     model: Annotated[list[str] | None, Option(help="Besides mean, ridge, gp: trees, mlp. Default: both.")] = None,
-    out: Annotated[Path, Option(help="The folder of the run.")] = Path("runs/process"), lang: Lang = "en",
-) -> None:  # fmt: skip
+    out: Annotated[Path, Option(help="The folder of the run.")] = Path("runs/process"),
+    lang: Lang = "en",
+) -> None:
     """Fit models to a table and judge them on rows that they have not seen. A killed fit resumes.
 
     Examples:
@@ -92,14 +98,16 @@ def fit(
 
 @process.command()
 def recommend(
-    run: Run, given: Given = None,
+    run: Run,
+    given: Given = None,
     now: Annotated[list[str] | None, Option(metavar="NAME=VALUE,…", help="The present settings.")] = None,
     move: Annotated[list[str] | None, Option(metavar="NAME=MOST,…", help="The largest change of a setting.")] = None,
     recent: Annotated[
         Path | None, Option(metavar="CSV", help="The latest rows: the last one is the context, and drift is refused.")
     ] = None,
-    probability: Annotated[float, Option(help="Asked of every limit.", min=0.5, max=0.9999)] = 0.95, lang: Lang = "en",
-) -> None:  # fmt: skip
+    probability: Annotated[float, Option(help="Asked of every limit.", min=0.5, max=0.9999)] = 0.95,
+    lang: Lang = "en",
+) -> None:
     """Recommend settings for a context, with a promise, or refuse and say why.
 
     Examples:
@@ -108,16 +116,19 @@ def recommend(
     """
     from bagu.process.commands import recommend_lines
 
-    show(recommend_lines(
-        run, lang, given=given or (), now=now or (), moves=move or (), recent=recent, probability=probability
-    ))  # fmt: skip
+    show(
+        recommend_lines(
+            run, lang, given=given or (), now=now or (), moves=move or (), recent=recent, probability=probability
+        )
+    )
 
 
 @process.command()
 def whatif(
-    run: Run, values: Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE,…", help="Inputs.")] = None,
+    run: Run,
+    values: Annotated[list[str] | None, Option("--set", metavar="NAME=VALUE,…", help="Inputs.")] = None,
     lang: Lang = "en",
-) -> None:  # fmt: skip
+) -> None:
     """Predict a row: the last one of the data with some inputs changed.
 
     Examples:

@@ -17,7 +17,12 @@ from bagu.serve.replicas.options import ReplicaOptions
 
 
 @takes(
-    ServerOptions, Loader, EngineConfig, ReplicaOptions, ServeOptions, config=ConfigFile,
+    ServerOptions,
+    Loader,
+    EngineConfig,
+    ReplicaOptions,
+    ServeOptions,
+    config=ConfigFile,
     groups={
         "KV cache": "kv_dtype kv_memory num_blocks block_size gpu_memory_utilization prefix_cache",
         "Long texts": "attention window attention_sinks",
@@ -28,7 +33,7 @@ from bagu.serve.replicas.options import ReplicaOptions
         "HTTP": "api_keys open_metrics allowed_origins max_queue shutdown_timeout",
         "Logs and traces": "log_level log_format otlp_endpoint",
     },
-)  # fmt: skip
+)
 def serve(
     server: ServerOptions, loader: Loader, engine: EngineConfig, replicas: ReplicaOptions, more: ServeOptions
 ) -> None:

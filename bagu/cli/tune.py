@@ -36,8 +36,13 @@ def tune_ops(
     from bagu.bench.units import parse_seconds
 
     status = part.main(
-        names or (), cases=case or (), shapes=sizes or (), dtype=dtype, budget=parse_seconds(budget), again=again,
-    )  # fmt: skip
+        names or (),
+        cases=case or (),
+        shapes=sizes or (),
+        dtype=dtype,
+        budget=parse_seconds(budget),
+        again=again,
+    )
     raise typer.Exit(status)
 
 

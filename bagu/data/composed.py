@@ -145,9 +145,11 @@ def _draw(draw: random.Random, length: int, names: Sequence[str]) -> Composed:
     argument = draw.choice(tuple(VERBS))
     verbs = [_with_constant(draw, argument, v) for v in draw.sample(range(len(VERBS[argument])), length)]
     return Composed(
-        name=draw.choice(names), argument=argument, verbs=tuple(v for v, _ in verbs),
+        name=draw.choice(names),
+        argument=argument,
+        verbs=tuple(v for v, _ in verbs),
         constants=tuple(n for _, n in verbs),
-    )  # fmt: skip
+    )
 
 
 def _with_constant(draw: random.Random, argument: str, verb: int) -> tuple[int, int | None]:

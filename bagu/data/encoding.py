@@ -13,9 +13,12 @@ Content = Encoding | Literal["binary", "unknown"]
 
 HEAD = 1 << 16  # bytes that tell a file's content
 MARKS: tuple[tuple[bytes, Encoding], ...] = (  # UTF-32's begins with UTF-16's
-    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
-)  # fmt: skip
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 # The first bytes of files that are no text although many of their bytes are.
 FORMATS = {
     b"%PDF-": "PDF", b"PK\x03\x04": "zip, as .docx and .xlsx are", b"\x1f\x8b": "gzip", b"\x89PNG": "PNG",

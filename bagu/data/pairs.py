@@ -40,8 +40,9 @@ class PairCorpus(TableCorpus):
             return
         held = held_ids(
             list(dict.fromkeys(pair.query for pair in self._rows)),
-            fraction=self.selection.validation, seed=self.selection.seed,
-        )  # fmt: skip
+            fraction=self.selection.validation,
+            seed=self.selection.seed,
+        )
         yield from (pair for pair in self._rows if (pair.query in held) == (part == "validation"))
 
     @cached_property

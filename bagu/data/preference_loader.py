@@ -59,9 +59,12 @@ class EpochRows:
         rows, tokens = len(self.epoch(0)), int(self.lengths.sum())
         padding = rows * self.capacity - tokens
         return {
-            "rows": rows, "documents": len(self.lengths), "tokens": tokens, "padding_tokens": padding,
+            "rows": rows,
+            "documents": len(self.lengths),
+            "tokens": tokens,
+            "padding_tokens": padding,
             "padding_percent": 100 * padding / (tokens + padding),
-        }  # fmt: skip
+        }
 
 
 class PreferenceLoader:
@@ -93,8 +96,11 @@ class PreferenceLoader:
             place, found = self.rows[name].place(row), self.sets[name]
             first = found.units[self.rows[name].row(row)[0], 0]
             sources[name] = {
-                "epoch": place.epoch, "row": place.row, "rows_before": row, "pair": found.store.document_id(first)[:-1],
-            }  # fmt: skip
+                "epoch": place.epoch,
+                "row": place.row,
+                "rows_before": row,
+                "pair": found.store.document_id(first)[:-1],
+            }
         return {"step": step, "seed": self.config.seed, "sources": sources}
 
     def rows_before(self, name: str, step: int) -> list[np.ndarray]:

@@ -97,8 +97,11 @@ def fitting(prompts: Sequence[Prompt], *, room: int) -> tuple[list[Prompt], int]
 def function_question(function: Function) -> Question:
     """The question for a function. The facts are its name, arguments, docstring, code, and examples if it has some."""
     facts: dict[str, Any] = {
-        "name": function.name, "args": list(function.args), "docstring": function.docstring, "answer": function.answer,
-    }  # fmt: skip
+        "name": function.name,
+        "args": list(function.args),
+        "docstring": function.docstring,
+        "answer": function.answer,
+    }
     if examples := _examples(function.docstring):
         facts["doctests"] = examples
     message = {"role": "user", "content": function.question}

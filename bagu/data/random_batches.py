@@ -24,7 +24,11 @@ def _batch(vocab_size: int, lengths: Sequence[int], generator: torch.Generator) 
     T = sum(lengths)
     ids = torch.randint(vocab_size, (T + 1,), generator=generator)
     return Batch(
-        ids=ids[:-1], targets=ids[1:], positions=torch.cat([torch.arange(n) for n in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max_len=max(lengths), num_targets=T,
+        ids=ids[:-1],
+        targets=ids[1:],
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        max_len=max(lengths),
+        num_targets=T,
         target_bytes=0,
-    )  # fmt: skip
+    )

@@ -133,9 +133,13 @@ def _documented_functions(document: AnyDocument, max_bytes: int) -> tuple[Functi
         answer = without_docstring(node, lines, max_bytes) if docstring else None
         if answer is not None and answer not in found:
             found[answer] = Function(
-                file=document.id, line=node.lineno, name=node.name, args=tuple(argument_names(node.args)),
-                docstring=docstring, answer=answer,
-            )  # fmt: skip
+                file=document.id,
+                line=node.lineno,
+                name=node.name,
+                args=tuple(argument_names(node.args)),
+                docstring=docstring,
+                answer=answer,
+            )
     return tuple(found.values())
 
 

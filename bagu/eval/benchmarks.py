@@ -75,16 +75,23 @@ def _lettered(question: str, choices: list[str]) -> str:
 
 def _letter_task(name: str, path: Path, make: Callable[[Fields], dict[str, Any]]) -> Task:
     return Task(
-        name=name, kind="choice", items=lambda: _items(path, make), limits=f"Chance is 25 %. {SEEN}",
+        name=name,
+        kind="choice",
+        items=lambda: _items(path, make),
+        limits=f"Chance is 25 %. {SEEN}",
         example=lambda item: f"{item.prompt} {item.choices[int(item.answer or 0)]}",
-    )  # fmt: skip
+    )
 
 
 def _text_task(name: str, path: Path, make: Callable[[Fields], dict[str, Any]]) -> Task:
     return Task(
-        name=name, kind="choice", items=lambda: _items(path, make), limits=f"Chance is 25 %. {SEEN}",
-        normalization="characters", example=lambda item: f"{item.prompt} {item.choices[int(item.answer or 0)]}",
-    )  # fmt: skip
+        name=name,
+        kind="choice",
+        items=lambda: _items(path, make),
+        limits=f"Chance is 25 %. {SEEN}",
+        normalization="characters",
+        example=lambda item: f"{item.prompt} {item.choices[int(item.answer or 0)]}",
+    )
 
 
 def mmlu(path: Path) -> Task:
@@ -95,8 +102,12 @@ def mmlu(path: Path) -> Task:
         letters = LETTERS[: len(choices)]
         named = isinstance(answer, str) and not answer.isdecimal()
         number = _index_of(answer, letters) if named else int(answer)
-        return {"prompt": _lettered(_text(row, "question"), choices), "choices": tuple(letters), "answer": number,
-                "cluster": _cluster(row, "subject")}  # fmt: skip
+        return {
+            "prompt": _lettered(_text(row, "question"), choices),
+            "choices": tuple(letters),
+            "answer": number,
+            "cluster": _cluster(row, "subject"),
+        }
 
     return _letter_task("mmlu", path, make)
 
@@ -117,8 +128,11 @@ def arc(path: Path) -> Task:
 
     def make(row: Fields) -> dict[str, Any]:
         texts, labels = _options(row["choices"]["text"]), list(row["choices"]["label"])
-        return {"prompt": f"Question: {_text(row, 'question')}\nAnswer:", "choices": tuple(texts),
-                "answer": labels.index(row["answerKey"])}  # fmt: skip
+        return {
+            "prompt": f"Question: {_text(row, 'question')}\nAnswer:",
+            "choices": tuple(texts),
+            "answer": labels.index(row["answerKey"]),
+        }
 
     return _text_task("arc", path, make)
 
@@ -147,10 +161,14 @@ def gsm8k(path: Path) -> Task:
         return {"prompt": f"Question: {_text(row, 'question')}\nAnswer:", "answer": answer}
 
     return Task(
-        name="gsm8k", kind="generation", items=lambda: _items(path, make), limits=f"The last number counts. {SEEN}",
-        example=lambda item: f"{item.prompt} {item.answer}", grade=exact_match(pattern=NUMBER),
+        name="gsm8k",
+        kind="generation",
+        items=lambda: _items(path, make),
+        limits=f"The last number counts. {SEEN}",
+        example=lambda item: f"{item.prompt} {item.answer}",
+        grade=exact_match(pattern=NUMBER),
         decoding=Decoding(max_tokens=256, stop=("\nQuestion:",)),
-    )  # fmt: skip
+    )
 
 
 def humaneval(path: Path) -> Task:
@@ -169,12 +187,21 @@ def humaneval(path: Path) -> Task:
         return f"{whole}\n{item.facts['test']}\ncheck({item.facts['name']})\n"
 
     return Task(
-        name="humaneval", kind="generation", items=lambda: _items(path, make), grade=program_grade(program),
-        metric="pass", limits=f"Runs the data set's own tests in the sandbox. {SEEN}",
+        name="humaneval",
+        kind="generation",
+        items=lambda: _items(path, make),
+        grade=program_grade(program),
+        metric="pass",
+        limits=f"Runs the data set's own tests in the sandbox. {SEEN}",
         decoding=Decoding(max_tokens=384, stop=("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(")),
-    )  # fmt: skip
+    )
 
 
 BENCHMARKS: dict[str, Callable[[Path], Task]] = {
-    "mmlu": mmlu, "ceval": ceval, "arc": arc, "hellaswag": hellaswag, "gsm8k": gsm8k, "humaneval": humaneval,
-}  # fmt: skip
+    "mmlu": mmlu,
+    "ceval": ceval,
+    "arc": arc,
+    "hellaswag": hellaswag,
+    "gsm8k": gsm8k,
+    "humaneval": humaneval,
+}

@@ -82,9 +82,14 @@ def _compared(a: Side, b: Side) -> Compared:
     scores = [item_scores(kind, side, a.result["k"])[key] for side in rows]
     differing = [(x, y) for x, y, p, q in zip(*rows, *scores, strict=True) if p != q]
     return Compared(
-        task=a.task, metric=metric, selected_by=key, a=estimate(scores[0], clusters),
-        b=estimate(scores[1], clusters), difference=compare(scores[0], scores[1], clusters), differing=tuple(differing),
-    )  # fmt: skip
+        task=a.task,
+        metric=metric,
+        selected_by=key,
+        a=estimate(scores[0], clusters),
+        b=estimate(scores[1], clusters),
+        difference=compare(scores[0], scores[1], clusters),
+        differing=tuple(differing),
+    )
 
 
 def _asked(row: Row) -> tuple[Any, ...]:
@@ -103,7 +108,11 @@ def _losses(task: str, metric: str, rows: tuple[list[Row], list[Row]], clusters:
     sizes = [row["bytes"] for row in rows[0]]
     bits = [[row["nats"] / math.log(2) for row in side] for side in rows]
     return Compared(
-        task=task, metric=metric, selected_by="", a=estimate_ratio(bits[0], sizes, clusters),
-        b=estimate_ratio(bits[1], sizes, clusters), difference=compare(bits[0], bits[1], clusters, below=sizes),
+        task=task,
+        metric=metric,
+        selected_by="",
+        a=estimate_ratio(bits[0], sizes, clusters),
+        b=estimate_ratio(bits[1], sizes, clusters),
+        difference=compare(bits[0], bits[1], clusters, below=sizes),
         differing=(),
-    )  # fmt: skip
+    )

@@ -41,10 +41,17 @@ KEYS: dict[str, tuple[type, ...]] = {  # and the types of their values; the memb
     "extract": TEXT, "judge": TEXT, "judge_best": NUMBER,
 }  # fmt: skip
 OF_KIND = {  # keys that have an effect on one kind of task only
-    "choices": "choice", "normalization": "choice", "max_tokens": "generation", "temperature": "generation",
-    "samples": "generation", "stop": "generation", "k": "generation", "extract": "generation", "judge": "generation",
+    "choices": "choice",
+    "normalization": "choice",
+    "max_tokens": "generation",
+    "temperature": "generation",
+    "samples": "generation",
+    "stop": "generation",
+    "k": "generation",
+    "extract": "generation",
+    "judge": "generation",
     "judge_best": "generation",
-}  # fmt: skip
+}
 MEMBERS: dict[str, type] = {"choices": str, "stop": str, "k": int}
 
 
@@ -98,9 +105,12 @@ def read_task(path: Path, judge: Judge | None = None) -> Task:
     if kind != "loss":
         fields["example"] = _example(table)
     return Task(
-        name=table["name"], kind=kind, limits=table.get("limits", "The task's author states none."),
-        items=lambda: _items(path, table), **fields,
-    )  # fmt: skip
+        name=table["name"],
+        kind=kind,
+        limits=table.get("limits", "The task's author states none."),
+        items=lambda: _items(path, table),
+        **fields,
+    )
 
 
 def _matched(pattern: str | None) -> dict[str, Any]:
@@ -198,9 +208,12 @@ def _items(path: Path, table: Mapping[str, Any]) -> Iterator[Item]:
             id=str(render(table["id"])) if "id" in table else row.id,
             prompt="" if table.get("chat") else prompt,
             messages=({"role": "user", "content": prompt},) if table.get("chat") else (),
-            choices=choices, answer=answer, place=place, facts=fields if "judge" in table else {},
+            choices=choices,
+            answer=answer,
+            place=place,
+            facts=fields if "judge" in table else {},
             cluster=str(render(table["cluster"])) if "cluster" in table else None,
-        )  # fmt: skip
+        )
 
 
 def _renderer(place: str, fields: Mapping[str, Any]) -> Callable[..., Any]:

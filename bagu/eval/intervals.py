@@ -105,9 +105,13 @@ def compare(
     bounded = below is None and all(0 <= value <= 1 for value in (*a, *b))  # scores, not logarithms or times
     low, high = _difference(spread, changes) if bounded else spread.interval()
     return Comparison(
-        difference=spread.mean, low=low, high=high, p_value=(far + exact) / (len(signs) + exact),
-        items=len(a), clusters=n,
-    )  # fmt: skip
+        difference=spread.mean,
+        low=low,
+        high=high,
+        p_value=(far + exact) / (len(signs) + exact),
+        items=len(a),
+        clusters=n,
+    )
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -78,18 +78,28 @@ def evaluate(
             hint="its prompt must ask for a last line `Grade: N`",
         )
     result = Result(
-        task=task.name, model=model.name, metrics=metrics_of(task, kept), seconds=time.perf_counter() - began,
-        limits=task.limits, folder=None if out is None else out / task.name, ungraded=len(ordered) - len(kept),
-    )  # fmt: skip
+        task=task.name,
+        model=model.name,
+        metrics=metrics_of(task, kept),
+        seconds=time.perf_counter() - began,
+        limits=task.limits,
+        folder=None if out is None else out / task.name,
+        ungraded=len(ordered) - len(kept),
+    )
     if result.folder is not None:
         _write(result, task, header)
     return result
 
 
 def _scored(
-    model: Model, task: Task, items: Sequence[Item], prefix: str, file: Path | None, done: Mapping[str, Row],
+    model: Model,
+    task: Task,
+    items: Sequence[Item],
+    prefix: str,
+    file: Path | None,
+    done: Mapping[str, Row],
     progress: Progress | None,
-) -> dict[str, Row]:  # fmt: skip
+) -> dict[str, Row]:
     """The rows of all items by id: `done`, and the rest, scored in batches that are appended to `file`."""
     rows, todo = dict(done), [item for item in items if item.id not in done]
     for at in range(0, len(todo), BATCH):
@@ -191,15 +201,25 @@ def _header(
         asked = [item.id, item.prompt, [dict(m) for m in item.messages], item.choices, item.answer, item.cluster]
         digest.update(json.dumps([*asked, dict(item.facts)], default=str).encode())  # Parquet has dates
     settings = {
-        "kind": task.kind, "few_shot": task.few_shot, "delimiter": task.delimiter, "stride": task.stride,
-        "normalization": task.normalization, "decoding": asdict(task.decoding), "seed": seed,
-        "judged": task.judged, **({"measures": list(task.measures)} if task.measures else {}),
-    }  # fmt: skip
+        "kind": task.kind,
+        "few_shot": task.few_shot,
+        "delimiter": task.delimiter,
+        "stride": task.stride,
+        "normalization": task.normalization,
+        "decoding": asdict(task.decoding),
+        "seed": seed,
+        "judged": task.judged,
+        **({"measures": list(task.measures)} if task.measures else {}),
+    }
     prefix_digest = hashlib.sha256(prefix.encode()).hexdigest()
     return {
-        "task": task.name, "items": digest.hexdigest(), "examples": prefix_digest, "settings": settings,
-        "model": model.name, "identity": dict(identity),
-    }  # fmt: skip
+        "task": task.name,
+        "items": digest.hexdigest(),
+        "examples": prefix_digest,
+        "settings": settings,
+        "model": model.name,
+        "identity": dict(identity),
+    }
 
 
 def _resumed(file: Path, header: Row) -> dict[str, Row]:
@@ -235,8 +255,12 @@ def _whole_rows(file: Path) -> list[Row]:
 def _write(result: Result, task: Task, header: Row) -> None:
     assert result.folder is not None
     facts = {
-        **header["header"], "limits": result.limits, "seconds": result.seconds, "environment": environment(),
-        "metrics": {name: as_row(value) for name, value in result.metrics.items()}, "k": list(task.k),
+        **header["header"],
+        "limits": result.limits,
+        "seconds": result.seconds,
+        "environment": environment(),
+        "metrics": {name: as_row(value) for name, value in result.metrics.items()},
+        "k": list(task.k),
         "ungraded": result.ungraded,
-    }  # fmt: skip
+    }
     write_atomic(result.folder / "result.json", json.dumps(facts, indent=2, ensure_ascii=False) + "\n")

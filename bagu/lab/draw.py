@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 
 FILES = ("plot.svg", "plot.png")
 STYLE = {
-    "axes.grid": True, "axes.labelsize": 9, "axes.prop_cycle": f"cycler(color={list(COLOURS)})", "lines.linewidth": 1.6,
-    "lines.markersize": 4, "svg.fonttype": "none",  # text stays text: a third of the bytes, and the page's font
-}  # fmt: skip
+    "axes.grid": True,
+    "axes.labelsize": 9,
+    "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",  # text stays text: a third of the bytes, and the page's font
+}
 PLAIN_DECADES, WIDE = 3.5, 1.6  # the spans of a logarithmic axis with plain numbers, and of an x axis with 1, 2 and 5
 
 
@@ -115,9 +119,14 @@ def draw_mark(axes: Axes, mark: Mark, groups: int, slot: int) -> None:
             (line,) = axes.plot(mark.x, mark.y, mark.style, label=label, alpha=mark.alpha, **style)
             if mark.ends is not None:
                 axes.errorbar(
-                    mark.x, mark.y, arms(mark.y, mark.ends), fmt="none", ecolor=line.get_color(), elinewidth=1.2,
+                    mark.x,
+                    mark.y,
+                    arms(mark.y, mark.ends),
+                    fmt="none",
+                    ecolor=line.get_color(),
+                    elinewidth=1.2,
                     capsize=2,
-                )  # fmt: skip
+                )
         case Bars():
             draw_bars(axes, mark, groups, slot)
         case Band():
@@ -138,9 +147,15 @@ def draw_mark(axes: Axes, mark: Mark, groups: int, slot: int) -> None:
             x, y = (0.02 if v is None else v for v in (mark.x, mark.y))
             where = tuple("axes fraction" if v is None else "data" for v in (mark.x, mark.y))
             axes.annotate(
-                mark.text, (x, y), mark.shift, xycoords=where, textcoords="offset points", fontsize=8, ha=mark.align,
+                mark.text,
+                (x, y),
+                mark.shift,
+                xycoords=where,
+                textcoords="offset points",
+                fontsize=8,
+                ha=mark.align,
                 **chosen(mark.colour),
-            )  # fmt: skip
+            )
 
 
 def draw_bars(axes: Axes, mark: Bars, groups: int, slot: int) -> None:

@@ -51,9 +51,16 @@ class Line(Mark):
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], x: Get, y: Get, label: str = "", style: str = "o-", colour: Colour = None,
-        ends: tuple[str, str] | None = None, alpha: float = 1.0,
-    ) -> Line:  # fmt: skip
+        cls,
+        rows: Sequence[Row],
+        x: Get,
+        y: Get,
+        label: str = "",
+        style: str = "o-",
+        colour: Colour = None,
+        ends: tuple[str, str] | None = None,
+        alpha: float = 1.0,
+    ) -> Line:
         """The columns x and y of the rows where both have a number; `ends` names the columns of the intervals."""
         rows = [row for row in rows if all(not isinstance(k, str) or row.get(k) is not None for k in (x, y))]
         pairs = None if ends is None else list(zip(*(values(rows, key) for key in ends), strict=True))

@@ -29,9 +29,13 @@ from bagu.machine.cache import cache_folder
 MIN_GAIN = 1.2  # the speedup bf16 must give: casts between fp32 master weights and bf16 weights cost about as much
 # Environment variables that make the math libraries choose other kernels.
 SETTINGS = (
-    "ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE",
-)  # fmt: skip
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +65,12 @@ def compute_dtype_name(device: torch.device) -> Literal["bf16", "fp32"]:
 def matmul_rates() -> MatmulRates:
     """The rates of this CPU, from the cache or measured now (a fraction of a second)."""
     facts = {
-        "cpu": machine.cpu_model(), "features": machine.cpu_features(), "torch": torch.__version__,
-        "threads": str(torch.get_num_threads()), **{name: os.environ.get(name, "") for name in SETTINGS},
-    }  # fmt: skip
+        "cpu": machine.cpu_model(),
+        "features": machine.cpu_features(),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        **{name: os.environ.get(name, "") for name in SETTINGS},
+    }
     return _rates_of(tuple(facts.items()), cache_folder())
 
 

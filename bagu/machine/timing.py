@@ -60,9 +60,15 @@ def measure(
     allocating one costs 0.2 s on a CPU with a 300 MiB cache.
     """
     return measure_in_turn(
-        [fn], device, warmup=warmup, min_samples=min_samples, max_samples=max_samples, seconds=seconds,
-        flush_l2=flush_l2, buffer=buffer,
-    )[0]  # fmt: skip
+        [fn],
+        device,
+        warmup=warmup,
+        min_samples=min_samples,
+        max_samples=max_samples,
+        seconds=seconds,
+        flush_l2=flush_l2,
+        buffer=buffer,
+    )[0]
 
 
 def measure_in_turn(

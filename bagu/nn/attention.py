@@ -71,9 +71,16 @@ class Softmax(nn.Module):
         return out
 
     def cached(
-        self, kv: KV, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, signals: Signals,
-        *, sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        kv: KV,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        v_dim: int,
+        signals: Signals,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         scores = Scores(self.scale, self.window, signals.slopes, signals.bias, sinks)
         return kv.attend(self.layer, q, k, v, v_dim, scores)
 
@@ -133,10 +140,13 @@ class Attention(nn.Module):
             qkv = torch.cat((self.normed(q, q_norm), self.normed(k, k_norm), v), 2)
             q_norm = k_norm = None
         transform = HeadTransform(
-            signals.cos, signals.sin, self.layout,
-            q_weight=None if q_norm is None else q_norm.gain, k_weight=None if k_norm is None else k_norm.gain,
+            signals.cos,
+            signals.sin,
+            self.layout,
+            q_weight=None if q_norm is None else q_norm.gain,
+            k_weight=None if k_norm is None else k_norm.gain,
             eps=0.0 if q_norm is None else q_norm.eps,
-        )  # fmt: skip
+        )
         q = kv.write(softmax.layer, qkv, transform)
         return softmax.cached(kv, q, None, None, self.head_dim, signals, sinks=self.sinks)
 
@@ -153,6 +163,12 @@ class Attention(nn.Module):
         3.3)."""
         q, k = ops.positive_features(q.reshape(len(q), -1, self.head_dim)), ops.positive_features(k)
         return ops.linear_attention(
-            self.turn(q, context), self.turn(k, context), v, context.cu_seqlens, context.max_len,
-            causal=self.causal, norm_q=q, norm_k=k,
-        )  # fmt: skip
+            self.turn(q, context),
+            self.turn(k, context),
+            v,
+            context.cu_seqlens,
+            context.max_len,
+            causal=self.causal,
+            norm_q=q,
+            norm_k=k,
+        )

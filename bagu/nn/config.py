@@ -171,10 +171,12 @@ class ModelConfig:
             refuse("linear attention with a window", "its state sums over all earlier tokens: leave windows out")
         if self.attention == "blocks":
             others = {
-                "MLA": self.mla is not None, "a window": any(w is not None for w in self.windows), "sinks": self.sinks,
+                "MLA": self.mla is not None,
+                "a window": any(w is not None for w in self.windows),
+                "sinks": self.sinks,
                 "bidirectional attention": not self.causal,
                 f"{self.positions.kind!r} positions": isinstance(self.positions, (Alibi, T5Relative)),
-            }  # fmt: skip
+            }
             if found := [name for name, has in others.items() if has]:
                 refuse(f'attention = "blocks" with {found[0]}', 'leave one of them out, or use attention = "softmax"')
 

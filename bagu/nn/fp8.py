@@ -37,9 +37,13 @@ def rounded(x: torch.Tensor, dtype: Literal["float8_e4m3fn", "float8_e5m2"] = "f
 
 
 def product(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    dtype: torch.dtype,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """a[M, K] bᵀ[K, N] times both scales, plus bias[N], of fp8 a and b."""
     if a.is_cuda:
         inside = bias if dtype.itemsize == 2 else None  # cuBLAS has no fp32 bias

@@ -92,10 +92,17 @@ def save_adapter(model: Transformer, folder: str | Path, *, base: str) -> None:
     rank, scale = ranks.pop(), scales.pop()
     stored_as_in_out = any(s for n, m in pairs.items() for _, s in _parts(family, model, n, m.weight.detach()).values())
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM" if model.config.causal else None,
-        "base_model_name_or_path": base, "r": rank, "lora_alpha": scale * rank, "lora_dropout": 0.0, "bias": "none",
-        **_targets(model, family, targets), "fan_in_fan_out": stored_as_in_out, "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.config.causal else None,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        **_targets(model, family, targets),
+        "fan_in_fan_out": stored_as_in_out,
+        "inference_mode": True,
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:

@@ -11,9 +11,16 @@ from bagu.nn.position_choices import Learned
 
 _LAYER_NORM = NormConfig(kind="layer", eps=1e-5, bias=True)
 _CPU_6M = ModelConfig(
-    vocab_size=4096, hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=4, head_dim=64, intermediate_size=704,
-    max_len=256, tie_embeddings=True,
-)  # fmt: skip
+    vocab_size=4096,
+    hidden_size=256,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=704,
+    max_len=256,
+    tie_embeddings=True,
+)
 
 PRESETS: dict[str, ModelConfig] = {
     "cpu_1m": replace(  # 1M with a vocabulary of 768: for texts of a few hundred words

@@ -35,9 +35,15 @@ def generate(
 
 
 def _generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float,
-    top_k: int | None, top_p: float | None, seed: int, eos_id: int | None,
-) -> list[list[int]]:  # fmt: skip
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    eos_id: int | None,
+) -> list[list[int]]:
     table = model.embedding.weight
     longest = max(map(len, prompts)) + max_new_tokens - 1  # the last generated token is not an input
     model = model.for_length(longest)
@@ -54,10 +60,13 @@ def _generate(
 
 
 def decode(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_id: int | None, kv: DenseKV,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eos_id: int | None,
+    kv: DenseKV,
     forward: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor],
     choose: Callable[[int, list[int], torch.Tensor], torch.Tensor],
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """The loop of `generate`. `forward(t, ids, positions, cu_seqlens, max_len)` returns hidden states, and
     `choose(t, alive, hidden)` the next tokens of the prompts `alive` from their last hidden states, in step t."""
     new: list[list[int]] = [list(p) for p in prompts]  # the input tokens of each sequence in the next forward
@@ -115,9 +124,13 @@ def uniform(*key: int) -> float:
 
 
 def _check(
-    model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float,
-    top_k: int | None, top_p: float | None,
-) -> None:  # fmt: skip
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
     if not prompts or not all(prompts):
         raise ArgumentError("generate: there is an empty prompt, or none", hint="a prompt needs at least one token")
     longest = max(map(len, prompts)) + max_new_tokens

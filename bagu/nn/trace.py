@@ -21,9 +21,13 @@ from bagu.ops.contract.signature import sizes
 
 Kind = Literal["linear", "attention", "other"]
 KINDS: dict[str, Kind] = {
-    "matmul": "linear", "grouped_matmul": "linear", "attention": "attention", "linear_attention": "attention",
-    "block_attention": "attention", "choose_blocks": "attention",
-}  # fmt: skip
+    "matmul": "linear",
+    "grouped_matmul": "linear",
+    "attention": "attention",
+    "linear_attention": "attention",
+    "block_attention": "attention",
+    "choose_blocks": "attention",
+}
 
 
 class Trace:

@@ -55,9 +55,14 @@ class Reducer:
     """
 
     def __init__(
-        self, mesh: Mesh, buckets: Sequence[Bucket], reduce: Callable[[Bucket], dist.Work | None], *,
-        most: int | None = None, done: Callable[[Bucket], None] = lambda bucket: None,
-    ) -> None:  # fmt: skip
+        self,
+        mesh: Mesh,
+        buckets: Sequence[Bucket],
+        reduce: Callable[[Bucket], dist.Work | None],
+        *,
+        most: int | None = None,
+        done: Callable[[Bucket], None] = lambda bucket: None,
+    ) -> None:
         self.mesh, self.buckets, self.reduce, self.done = mesh, tuple(buckets), reduce, done
         self._most = len(self.buckets) if most is None else most
         self._bucket_of = {index: at for at, bucket in enumerate(self.buckets) for index in bucket.members}

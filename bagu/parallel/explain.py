@@ -8,10 +8,13 @@ from bagu.parallel.spread import EVERYWHERE, Spread
 from bagu.parallel.traffic import Kind, Tally, gloo_bytes, sent_bytes
 
 MEANING = {
-    "pp": "pipeline stages", "dp": "replicas, each with its own micro-batches", "tp": "parts of each layer",
-    "shard": "model states are divided by it, each with its own micro-batches", "ep": "parts of the experts",
+    "pp": "pipeline stages",
+    "dp": "replicas, each with its own micro-batches",
+    "tp": "parts of each layer",
+    "shard": "model states are divided by it, each with its own micro-batches",
+    "ep": "parts of the experts",
     "cp": "parts of each sequence",
-}  # fmt: skip
+}
 STAGES = {
     0: "every rank holds all of parameters, gradients and optimizer state",
     1: "ZeRO-1: masters and optimizer state are divided",

@@ -47,11 +47,13 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         try:
             return Place(
-                rank=int(environ["RANK"]), ranks=int(environ["WORLD_SIZE"]),
+                rank=int(environ["RANK"]),
+                ranks=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ["LOCAL_RANK"]) if "LOCAL_RANK" in environ else None,
-                host=environ["MASTER_ADDR"], port=int(environ["MASTER_PORT"]),
+                host=environ["MASTER_ADDR"],
+                port=int(environ["MASTER_PORT"]),
                 agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            )  # fmt: skip
+            )
         except (KeyError, ValueError) as error:
             raise BaguError(
                 f"RANK and WORLD_SIZE are set, and the rest is not as torchrun sets it: {error!r}",

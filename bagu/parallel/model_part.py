@@ -80,15 +80,26 @@ def model_part_of(
         if top != "blocks":
             root[spread] += size
     return ModelPart(
-        parameters=parameters, root=root, layers=len(own), last=last, stages=len(mine),
+        parameters=parameters,
+        root=root,
+        layers=len(own),
+        last=last,
+        stages=len(mine),
         expert_layers=sum(config.experts(layer) is not None for layer in own),
-    )  # fmt: skip
+    )
 
 
 def activation_bytes(
-    part: ModelPart, config: ModelConfig, mesh: MeshConfig, *, tokens: int, micro_batches: int, compute_bytes: int,
-    method: Method, schedule: Schedule,
-) -> dict[tuple[Kind, str], int]:  # fmt: skip
+    part: ModelPart,
+    config: ModelConfig,
+    mesh: MeshConfig,
+    *,
+    tokens: int,
+    micro_batches: int,
+    compute_bytes: int,
+    method: Method,
+    schedule: Schedule,
+) -> dict[tuple[Kind, str], int]:
     """The predicted bytes that rank 0 sends in a step for activations and for parameters that tp does not divide.
 
     `tokens` are those of a whole micro-batch, `micro_batches` those of a rank. Blocks are not recomputed.

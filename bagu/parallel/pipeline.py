@@ -68,9 +68,16 @@ class Pipeline:
     """
 
     def __init__(
-        self, modules: Mapping[int, Stage], mesh: Mesh, *, schedule: Schedule, micro_batches: int, tokens: int,
-        after_backward: Callable[[], None] = lambda: None, timed: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        modules: Mapping[int, Stage],
+        mesh: Mesh,
+        *,
+        schedule: Schedule,
+        micro_batches: int,
+        tokens: int,
+        after_backward: Callable[[], None] = lambda: None,
+        timed: bool = True,
+    ) -> None:
         check_micro_batches(schedule, micro_batches, mesh.size("pp"))
         self.modules, self.mesh, self.micro_batches, self.tokens = modules, mesh, micro_batches, tokens
         self.actions: list[Action] = []
@@ -93,11 +100,18 @@ class Pipeline:
         stream = torch.empty(rows, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         count = self.mesh.size("pp") * len(self.modules)
         return RecordedStage(
-            module, number, count, self.mesh.device, mesh=self.mesh, actions=self.actions,
-            after_backward=self.after_backward, timed=self.timed,
+            module,
+            number,
+            count,
+            self.mesh.device,
+            mesh=self.mesh,
+            actions=self.actions,
+            after_backward=self.after_backward,
+            timed=self.timed,
             input_args=torch.empty(1, tokens, dtype=torch.int64, device="meta") if module.is_first else stream,
-            output_args=stream, group=self.mesh.group("pp"),
-        )  # fmt: skip
+            output_args=stream,
+            group=self.mesh.group("pp"),
+        )
 
     def _loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (last,) = (m for m in self.modules.values() if m.is_last)

@@ -44,9 +44,16 @@ def best(
         raise does_not_fit(workload, cluster, gpus, software, layouts, needs)
     times = step_time(workload, cluster, software, layouts.where(fits), calibration)
     return Plan(
-        workload=workload, cluster=cluster, gpus=gpus, software=software, considered=layouts, needs=needs, fits=fits,
-        times=times, order=np.argsort(times.total, kind="stable"),
-    )  # fmt: skip
+        workload=workload,
+        cluster=cluster,
+        gpus=gpus,
+        software=software,
+        considered=layouts,
+        needs=needs,
+        fits=fits,
+        times=times,
+        order=np.argsort(times.total, kind="stable"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,14 @@ class RecordedStage(PipelineStage):
     """A stage that records its actions, and counts the bytes that it sends to other ranks."""
 
     def __init__(
-        self, *args: Any, mesh: Mesh, actions: list[Action], after_backward: Callable[[], None], timed: bool,
+        self,
+        *args: Any,
+        mesh: Mesh,
+        actions: list[Action],
+        after_backward: Callable[[], None],
+        timed: bool,
         **kwargs: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.mesh, self.actions, self.after_backward, self.timed = mesh, actions, after_backward, timed
 

@@ -123,9 +123,16 @@ def _block_backward(
 
 
 def _backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    chunks: _Chunks, scale: float, mesh: Mesh,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    chunks: _Chunks,
+    scale: float,
+    mesh: Mesh,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rank, ranks, acc = mesh.coordinate("cp"), mesh.size("cp"), accumulator(q.dtype)
     shift, travelling = _Shift((k, v), mesh), None
     dq, dk, dv = (
@@ -164,9 +171,15 @@ def _both_chunks(x: torch.Tensor, chunks: _Chunks) -> torch.Tensor:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int,
-        scale: float, mesh: Mesh,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_len: int,
+        scale: float,
+        mesh: Mesh,
+    ) -> torch.Tensor:
         chunks = _Chunks.of(cu_seqlens, max_len, len(q))
         out, lse = _forward(q, k, v, chunks, scale, mesh)
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)

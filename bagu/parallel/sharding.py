@@ -118,9 +118,12 @@ def placements(names: Sequence[str], table: Table, config: ModelConfig) -> dict[
 
 
 def gather_full(
-    state: Mapping[str, torch.Tensor], places: Mapping[str, Placement], group: dist.ProcessGroup | None,
-    *, first: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    state: Mapping[str, torch.Tensor],
+    places: Mapping[str, Placement],
+    group: dist.ProcessGroup | None,
+    *,
+    first: bool = False,
+) -> dict[str, torch.Tensor]:
     """The full state dict on every rank of `group` (None is one rank), one tensor at a time; or on its `first` rank
     alone, and the others keep their parts.
 

@@ -47,9 +47,16 @@ class Unit:
     """
 
     def __init__(
-        self, mesh: Mesh, *, start: int, stop: int, local: int, dtype: torch.dtype, members: tuple[int, ...],
+        self,
+        mesh: Mesh,
+        *,
+        start: int,
+        stop: int,
+        local: int,
+        dtype: torch.dtype,
+        members: tuple[int, ...],
         spread: Spread = EVERYWHERE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         ranks, at = mesh.size("shard"), mesh.coordinate("shard")
         assert (stop - start) % ranks == 0, "units are padded to a multiple of the ranks"
         self.mesh, self.start, self.stop, self.local, self.members = mesh, start, stop, local, members

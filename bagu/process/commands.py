@@ -97,9 +97,15 @@ def score_lines(made: Process, name: str, lang: Lang) -> Iterator[str]:
 
 
 def recommend_lines(
-    run: Path, lang: str, *, given: Sequence[str], now: Sequence[str], moves: Sequence[str], recent: Path | None,
+    run: Path,
+    lang: str,
+    *,
+    given: Sequence[str],
+    now: Sequence[str],
+    moves: Sequence[str],
+    recent: Path | None,
     probability: float,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     made, words = open_run(run), language(lang)
     limits = {n: v for n, v in pairs(made, moves).items() if not isinstance(v, str)}
     latest = None if recent is None else read_table(recent)

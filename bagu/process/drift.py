@@ -59,8 +59,10 @@ def _contexts(process: Process, latest: Table) -> Refusal | None:
     number = int(process.encoder.owner[columns[j]])
     if fields[number].levels:
         return Refusal("drifted_level", {"n": count, "column": fields[number].name})
-    units = [process.encoder.centre[number] + v * process.encoder.scale[number]
-             for v in (here[j], stretches[:, j].min(), stretches[:, j].max())]  # fmt: skip
+    units = [
+        process.encoder.centre[number] + v * process.encoder.scale[number]
+        for v in (here[j], stretches[:, j].min(), stretches[:, j].max())
+    ]
     value, low, high = (f"{v:.4g}" for v in units)
     return Refusal("drifted", {"n": count, "column": fields[number].name, "value": value, "low": low, "high": high})
 

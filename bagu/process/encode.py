@@ -84,6 +84,9 @@ class Encoder:
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """The matrix of rows as dictionaries, each with every input."""
-        return self.matrix({
-            f.name: np.array([row[f.name] for row in rows], dtype=str if f.levels else np.float64) for f in self.fields
-        })  # fmt: skip
+        return self.matrix(
+            {
+                f.name: np.array([row[f.name] for row in rows], dtype=str if f.levels else np.float64)
+                for f in self.fields
+            }
+        )

@@ -37,9 +37,12 @@ from bagu.process.target_model import (
 )
 
 KINDS: dict[str, Callable[[dict[str, np.ndarray]], Model]] = {
-    "mean": Mean.from_arrays, "ridge": Ridge.from_arrays, "gp": GP.from_arrays, "trees": trees.Trees.from_arrays,
+    "mean": Mean.from_arrays,
+    "ridge": Ridge.from_arrays,
+    "gp": GP.from_arrays,
+    "trees": trees.Trees.from_arrays,
     "mlp": Mlp.from_arrays,
-}  # fmt: skip
+}
 SKILL_Z = 3.0  # standard errors by which the model must beat the mean: no shuffled target in 50 may pass
 FEWEST = 10  # rows
 SHARED = 100  # rows from which on the folds share the hyperparameters of the Gaussian process
@@ -101,9 +104,16 @@ def prepare(table: Table, schema: Schema, target: str) -> tuple[Table, np.ndarra
 
 
 def fit_target(
-    table: Table, schema: Schema, encoder: Encoder, target: str, *, models: tuple[str, ...], deadline: float,
-    load: Load = lambda name: None, save: Save = lambda name, fitted: None,
-) -> TargetFit:  # fmt: skip
+    table: Table,
+    schema: Schema,
+    encoder: Encoder,
+    target: str,
+    *,
+    models: tuple[str, ...],
+    deadline: float,
+    load: Load = lambda name: None,
+    save: Save = lambda name, fitted: None,
+) -> TargetFit:
     """Fit the `models` of one target. `load` returns a model that an earlier, killed fit has finished."""
     rows, y = prepare(table, schema, target)
     x, splits = encoder.of_table(rows), make_splits(rows, schema)
@@ -178,9 +188,16 @@ def _held_out_gp(gp: GP, x: np.ndarray, y: np.ndarray, split: Split) -> tuple[np
 
 
 def _joined(
-    target: str, rows: Table, schema: Schema, x: np.ndarray, y: np.ndarray, encoder: Encoder, splits: Splits,
-    done: Mapping[str, Fitted], left_out: Mapping[str, str],
-) -> TargetFit:  # fmt: skip
+    target: str,
+    rows: Table,
+    schema: Schema,
+    x: np.ndarray,
+    y: np.ndarray,
+    encoder: Encoder,
+    splits: Splits,
+    done: Mapping[str, Fitted],
+    left_out: Mapping[str, str],
+) -> TargetFit:
     """The ensemble, its interval and its scores."""
     honest = splits.honest.name
     tested = np.isfinite(done["mean"].held_out[honest])
@@ -202,9 +219,14 @@ def _joined(
         levels = level_quantiles(x[others], ratio[others], encoder.categories)
         covered[test] = ratio[test] <= row_quantiles(x[test], conformal_quantile(ratio[others]), levels)
     model = TargetModel(
-        {n: f.model for n, f in done.items()}, weights, conformal_quantile(ratio),
-        level_quantiles(x, ratio, encoder.categories), encoder.signs, x.min(0), x.max(0),
-    )  # fmt: skip
+        {n: f.model for n, f in done.items()},
+        weights,
+        conformal_quantile(ratio),
+        level_quantiles(x, ratio, encoder.categories),
+        encoder.signs,
+        x.min(0),
+        x.max(0),
+    )
     scores = {
         name: tuple(_score(s, y, held[s], done["mean"].held_out[s]) for s in dict.fromkeys((honest, cal, "random")))
         for name, held in {**{n: f.held_out for n, f in done.items()}, "ensemble": joined}.items()
@@ -215,9 +237,14 @@ def _joined(
         widths = row_quantiles(x, model.quantile, model.levels)
         forward = tuple(float((ratios[test] <= widths[test]).mean()) for _, test in splits.honest.folds)
     return TargetFit(
-        target, model, scores, float(covered[splits.calibrate.tested].mean()), _by_group(rows, schema, covered),
-        forward, left_out,
-    )  # fmt: skip
+        target,
+        model,
+        scores,
+        float(covered[splits.calibrate.tested].mean()),
+        _by_group(rows, schema, covered),
+        forward,
+        left_out,
+    )
 
 
 def _score(split: str, y: np.ndarray, found: np.ndarray, baseline: np.ndarray) -> Score:

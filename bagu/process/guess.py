@@ -18,7 +18,7 @@ WORDS: dict[str, str] = {
     r"activity|season|shift|operator|upstream|inlet|substrate|thickness_?in|load|环境|湿度|原料|来料|磨损|班次|操作员",
     "setting": r"set_?p|_sp$|setting|temp|speed|rate|flow|press|current|voltage|power|feed|dose|rpm|time|duration|"
     r"dwell|residence|ratio|position|gap|angle|valve|thick|width|length|depth|温度|速度|流量|压力|电流|电压|功率|转速|剂量|时长",
-}  # fmt: skip
+}
 LESS = r"defect|scrap|reject|cost|loss|consum|tsfc|reflect|roughness|porosity|deviation|能耗|成本|缺陷"
 FEW = 12  # levels of a number that a person sets
 
@@ -29,8 +29,10 @@ def guess(table: Table, targets: dict[str, str] | None = None) -> Schema:
         UnknownName.check("column", name, table.names)
     roles = [_role(column, table.rows) for column in table.columns]
     if targets:
-        roles = ["target" if c.name in targets else "context" if r == "target" else r
-                 for c, r in zip(table.columns, roles, strict=True)]  # fmt: skip
+        roles = [
+            "target" if c.name in targets else "context" if r == "target" else r
+            for c, r in zip(table.columns, roles, strict=True)
+        ]
     elif "target" not in roles:  # a table of experiments has its result last
         numbers = [i for i, c in enumerate(table.columns) if c.kind == "number" and roles[i] in ("setting", "context")]
         if numbers:
@@ -87,9 +89,16 @@ def _field(column: Column, role: Role, goal: str) -> Field:
     elif role == "setting":
         low, high, step = float(filled.min()), float(filled.max()), resolution(filled)
     return Field(
-        name=column.name, role=role, kind=column.kind, unit=column.unit, goal=goal,  # type: ignore[arg-type]
-        low=low, high=high, step=step, levels=levels,
-    )  # fmt: skip
+        name=column.name,
+        role=role,
+        kind=column.kind,
+        unit=column.unit,
+        goal=goal,  # type: ignore[arg-type]
+        low=low,
+        high=high,
+        step=step,
+        levels=levels,
+    )
 
 
 def resolution(values: np.ndarray) -> float | None:

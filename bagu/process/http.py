@@ -67,10 +67,13 @@ class ProcessApi:
     def app(self, name: str, origins: tuple[str, ...]) -> ApiMiddleware:
         routes = [Route(path, _asset(body, kind)) for path, (body, kind) in page().items()]
         for path, method, handler in (
-            ("/v1/process", "GET", self.state), ("/v1/process/report", "GET", self.report),
-            ("/v1/process/whatif", "POST", self.whatif), ("/v1/process/recommend", "POST", self.recommend),
-            ("/v1/process/look", "POST", self.look), ("/v1/process/fit", "POST", self.fit),
-        ):  # fmt: skip
+            ("/v1/process", "GET", self.state),
+            ("/v1/process/report", "GET", self.report),
+            ("/v1/process/whatif", "POST", self.whatif),
+            ("/v1/process/recommend", "POST", self.recommend),
+            ("/v1/process/look", "POST", self.look),
+            ("/v1/process/fit", "POST", self.fit),
+        ):
             routes.append(Route(path, self._guarded(handler), methods=[method]))
         return ApiMiddleware(Starlette(routes=routes), Metrics(name), keys=self.keys, allowed_origins=origins)
 
@@ -174,25 +177,40 @@ def described(process: Process, run: Path) -> dict[str, Any]:
             (None, None) if f.levels else (float(values[values == values].min()), float(values[values == values].max()))
         )
         low, high = (f.low if f.low is not None else ends[0], f.high if f.high is not None else ends[1])
-        inputs.append({
-            "name": f.name, "role": f.role, "unit": f.unit, "low": low, "high": high, "step": f.step,
-            "levels": list(f.levels),
-        })  # fmt: skip
+        inputs.append(
+            {
+                "name": f.name,
+                "role": f.role,
+                "unit": f.unit,
+                "low": low,
+                "high": high,
+                "step": f.step,
+                "levels": list(f.levels),
+            }
+        )
     fits = {
         name: {
-            "scores": {m: [asdict(s) for s in scores] for m, scores in fit.scores.items()}, "coverage": fit.coverage,
+            "scores": {m: [asdict(s) for s in scores] for m, scores in fit.scores.items()},
+            "coverage": fit.coverage,
             "weights": dict(fit.model.weights),
             "notes": {"en": score_notes(process, name, "en"), "zh": score_notes(process, name, "zh")},
         }
         for name, fit in process.fits.items()
-    }  # fmt: skip
+    }
     return {
-        "run": run.name, "rows": process.table.rows, "goal": process.goal.name, "better": process.better,
-        "unit": process.schema.target.unit, "inputs": inputs, "last": whole_row(process, {}), "fits": fits,
-        "schema": _schema(process.schema), "findings": _findings(process.table, process.schema),
+        "run": run.name,
+        "rows": process.table.rows,
+        "goal": process.goal.name,
+        "better": process.better,
+        "unit": process.schema.target.unit,
+        "inputs": inputs,
+        "last": whole_row(process, {}),
+        "fits": fits,
+        "schema": _schema(process.schema),
+        "findings": _findings(process.table, process.schema),
         "no_skill": None if refusal is None else plain(refusal)["words"],
         "answers": complete_rows(run / "answers.jsonl")[-SHOWN:],
-    }  # fmt: skip
+    }
 
 
 def _schema(schema: Schema) -> dict[str, Any]:

@@ -30,9 +30,14 @@ WIDER = 2.0  # radii of the domain within which an experiment is offered
 
 
 def recommend(
-    process: Process, given: Row, now: Row | None = None, moves: Mapping[str, float] | None = None, *,
-    recent: Table | None = None, probability: float = PROBABILITY,
-) -> Answer | Refusal:  # fmt: skip
+    process: Process,
+    given: Row,
+    now: Row | None = None,
+    moves: Mapping[str, float] | None = None,
+    *,
+    recent: Table | None = None,
+    probability: float = PROBABILITY,
+) -> Answer | Refusal:
     """The best settings in the context `given`, from the present settings `now` within `moves`. `recent` are the latest
     rows of the process, with or without results: the context comes from the last one, and drift is refused."""
     now, moves = now or {}, moves or {}
@@ -142,10 +147,14 @@ def whatif(process: Process, row: Row, over: float = 0.0) -> Forecast:
     mean = float(found.mean[0]) + shift
     far = process.encoder.fields[int(process.encoder.owner[process.domain.farthest_input(x[0])])].name
     return Forecast(
-        mean, mean - process.better * CAUTION * float(found.sd[0]), float(found.low[0]) + shift,
-        float(found.high[0]) + shift, {t: float(p[0]) for t, p in limit_probabilities(process, x).items()},
-        float(process.domain.distance(x)[0]), far,
-    )  # fmt: skip
+        mean,
+        mean - process.better * CAUTION * float(found.sd[0]),
+        float(found.low[0]) + shift,
+        float(found.high[0]) + shift,
+        {t: float(p[0]) for t, p in limit_probabilities(process, x).items()},
+        float(process.domain.distance(x)[0]),
+        far,
+    )
 
 
 def full_context(process: Process, given: Row, recent: Table | None = None) -> Row:
@@ -226,9 +235,7 @@ def _recommendation(
     row = settings | context
     x = process.encoder.of_rows([row])[0]
     names = [c.name for c in process.table.columns if c.kind != "time"]
-    nearest = tuple(
-        {n: _plain(process.rows[n].values[i]) for n in names} for i in process.domain.nearest(x, 3)
-    )  # fmt: skip
+    nearest = tuple({n: _plain(process.rows[n].values[i]) for n in names} for i in process.domain.nearest(x, 3))
     moves = {n: float(v) - float(now[n]) for n, v in settings.items() if n in now and not isinstance(v, str)}
     return Recommendation(settings, whatif(process, row, over), moves, nearest, _sensitivity(process, row))
 

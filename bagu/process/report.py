@@ -30,11 +30,17 @@ def report(process: Process, lang: Lang) -> str:
     title = say("report_title", facts, lang)
     parts = [
         _card(say("findings", {}, lang), _findings(process, lang)),
-        _card(say("roles", {}, lang), grid(say("role_heads", {}, lang).split("|"), [
-            (f.name, f.role + (f":{f.goal}" if f.goal != "none" else ""), f.unit, f.low, f.high, f.step)
-            for f in process.schema.columns
-        ])),
-    ]  # fmt: skip
+        _card(
+            say("roles", {}, lang),
+            grid(
+                say("role_heads", {}, lang).split("|"),
+                [
+                    (f.name, f.role + (f":{f.goal}" if f.goal != "none" else ""), f.unit, f.low, f.high, f.step)
+                    for f in process.schema.columns
+                ],
+            ),
+        ),
+    ]
     for fit in process.fits.values():
         parts.append(_card(say("models_of", {"target": fit.name}, lang), _models(process, fit.name, lang)))
     parts.append(_card(say("chart", {}, lang), _chart(process, lang)))

@@ -154,9 +154,11 @@ def is_process_run(path: Path) -> bool:
 def create(data: bytes, schema: Schema, out: Path, *, models: Sequence[str] = MODELS, minutes: float = 2.0) -> Process:
     """Fit and keep the run in `out`; an unfinished run of the same data and roles goes on."""
     asked = {
-        "data": hashlib.sha256(data).hexdigest(), "models": list(models), "minutes": minutes,
+        "data": hashlib.sha256(data).hexdigest(),
+        "models": list(models),
+        "minutes": minutes,
         "schema": hashlib.sha256(repr(schema).encode()).hexdigest(),
-    }  # fmt: skip
+    }
     if is_process_run(out):
         before = json.loads((out / "process.json").read_text(encoding="utf-8"))
         if before["asked"] != asked and before["done"]:
@@ -206,13 +208,15 @@ def summary(made: Process) -> dict[str, Any]:
         "members": [n for n in goal.model.members if n not in ("mean", "ridge", "gp")],
         "targets": {
             name: {
-                "weights": dict(f.model.weights), "coverage": f.coverage, "coverage_over_time": list(f.over_time),
+                "weights": dict(f.model.weights),
+                "coverage": f.coverage,
+                "coverage_over_time": list(f.over_time),
                 "left_out": dict(f.left_out),
                 "scores": {m: [s.__dict__ for s in scores] for m, scores in f.scores.items()},
             }
             for name, f in made.fits.items()
         },
-    }  # fmt: skip
+    }
 
 
 def write_fitted(path: Path, fitted: Fitted) -> None:

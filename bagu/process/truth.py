@@ -37,11 +37,18 @@ def measure(
     shuffled = replace(past, table=_shuffled(past, plant, rng))
     blind = fit_process(shuffled.table, shuffled.schema, models=models, minutes=10)
     return {
-        "plant": name, "seed": seed, "rows": rows, "noise": noise, "models": list(models), "cases": cases,
-        "coverage": _coverage(plant, whole, process, rows), "own_coverage": process.goal.coverage,
+        "plant": name,
+        "seed": seed,
+        "rows": rows,
+        "noise": noise,
+        "models": list(models),
+        "cases": cases,
+        "coverage": _coverage(plant, whole, process, rows),
+        "own_coverage": process.goal.coverage,
         **refusals(process, plant, past.c, whole.c[rows:]),
-        "blind_recommended": no_skill(blind) is None, "weights": dict(process.goal.model.weights),
-    }  # fmt: skip
+        "blind_recommended": no_skill(blind) is None,
+        "weights": dict(process.goal.model.weights),
+    }
 
 
 def case(plant: Plant, past: History, process: Process, c: np.ndarray) -> dict[str, float | bool | None]:
@@ -56,9 +63,11 @@ def case(plant: Plant, past: History, process: Process, c: np.ndarray) -> dict[s
     found = recommend(process, given)
     maximum, said = _maximum(process, plant, given)
     row: dict[str, float | bool | None] = {
-        "best_row": gain(past.best_row()), "maximum": gain(maximum),
-        "maximum_over": (process.better * said - _value(plant, process, maximum, c)) / span, "gain": None,
-    }  # fmt: skip
+        "best_row": gain(past.best_row()),
+        "maximum": gain(maximum),
+        "maximum_over": (process.better * said - _value(plant, process, maximum, c)) / span,
+        "gain": None,
+    }
     if not isinstance(found, Answer):
         return row
     first = found.choices[0]
@@ -66,9 +75,11 @@ def case(plant: Plant, past: History, process: Process, c: np.ndarray) -> dict[s
     value, truth = _value(plant, process, x, c), plant.truth(x[None], c[None])
     kept = [(truth[i.name][0] >= i.bound) if i.above else (truth[i.name][0] <= i.bound) for i in plant.limits]
     return row | {
-        "gain": gain(x), "over": (process.better * first.forecast.mean - value) / span,
-        "above": bool(value >= process.better * first.forecast.promise), "kept": bool(all(kept)),
-    }  # fmt: skip
+        "gain": gain(x),
+        "over": (process.better * first.forecast.mean - value) / span,
+        "above": bool(value >= process.better * first.forecast.promise),
+        "kept": bool(all(kept)),
+    }
 
 
 def context_row(plant: Plant, c: np.ndarray) -> dict[str, float | str]:
@@ -111,12 +122,13 @@ def refusals(process: Process, plant: Plant, past: np.ndarray, later: np.ndarray
 
     changing = with_log(past, moved)
     return {
-        "refused_row_same": float(alone(later).mean()), "refused_same": float(with_log(past, later).mean()),
+        "refused_row_same": float(alone(later).mean()),
+        "refused_same": float(with_log(past, later).mean()),
         "refused_row_shifted": float(alone(moved).mean()),
         "refused_shifted": float(with_log(moved[: RECENT - 1], moved[RECENT - 1 :]).mean()),
         "refused_row_far": float(alone(far).mean()),
         "delay": 0 if changing.all() else int(np.flatnonzero(~changing).max()) + 1,
-    }  # fmt: skip
+    }
 
 
 def _log(plant: Plant, c: np.ndarray) -> Table:

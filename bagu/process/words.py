@@ -7,7 +7,10 @@ Lang = Literal["en", "zh"]
 
 WORDS: dict[str, tuple[str, str]] = {
     # findings of the health report
-    "few_rows": ("{n} rows: too few to trust a model (30 or more are needed)", "只有 {n} 行：太少，模型不可信（至少需要 30 行）"),
+    "few_rows": (
+        "{n} rows: too few to trust a model (30 or more are needed)",
+        "只有 {n} 行：太少，模型不可信（至少需要 30 行）",
+    ),
     "many_rows": (
         "{n:,} rows: models are fitted on {most:,} of them, evenly over time",
         "{n:,} 行：模型在其中按时间均匀取出的 {most:,} 行上拟合",
@@ -41,7 +44,10 @@ WORDS: dict[str, tuple[str, str]] = {
         "{column} 在第 {row} 行跳变，像是换了单位（{change}）",
     ),
     "mixed_units": ("{column} has cells in {units}", "{column} 的单元格单位不一：{units}"),
-    "outliers": ("{column}: {n} values are more than 8 quartile ranges away", "{column}：{n} 个值偏离超过 8 倍四分位距"),
+    "outliers": (
+        "{column}: {n} values are more than 8 quartile ranges away",
+        "{column}：{n} 个值偏离超过 8 倍四分位距",
+    ),
     "together": (
         "{column} and {other} always moved together (r = {r:.3f}): their effects cannot be told apart",
         "{column} 与 {other} 总是同时变化（r = {r:.3f}）：无法区分各自的作用",
@@ -143,7 +149,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "outside of the data: the nearest runs differ most in {column}",
         "超出数据范围：与最近的运行相比，{column} 相差最大",
     ),
-}  # fmt: skip
+}
 
 
 def say(kind: str, facts: Mapping[str, Any], lang: Lang = "en") -> str:

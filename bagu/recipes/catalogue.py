@@ -29,11 +29,14 @@ def small() -> Run:
         tokenizer=TokenizerConfig(vocab_size=4096),
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
-            steps=600, eval_every=100, sample_every=200, save_every=100,
+            steps=600,
+            eval_every=100,
+            sample_every=200,
+            save_every=100,
             optimizer=OptimizerConfig(kind="muon", lr=0.007),
             schedule=ScheduleConfig(kind="wsd", warmup_steps=30, decay_share=0.5),
         ),
-    )  # fmt: skip
+    )
 
 
 def reader() -> Run:
@@ -63,11 +66,14 @@ def gpt2_124m() -> Run:
         tokenizer=TokenizerConfig(vocab_size=32768),
         data=DataConfig(context=1024, rows=32, micro_batches=16),
         train=TrainConfig(
-            steps=10_000, eval_every=250, sample_every=1000, save_every=500,
+            steps=10_000,
+            eval_every=250,
+            sample_every=1000,
+            save_every=500,
             optimizer=OptimizerConfig(kind="adamw", lr=6e-4),
             schedule=ScheduleConfig(kind="cosine", warmup_steps=500, final=0.1),
         ),
-    )  # fmt: skip
+    )
 
 
 def llama_1b() -> Run:
@@ -77,11 +83,14 @@ def llama_1b() -> Run:
         tokenizer=TokenizerConfig(vocab_size=32000),
         data=DataConfig(context=2048, rows=8, micro_batches=32),
         train=TrainConfig(
-            steps=20_000, eval_every=500, sample_every=2000, save_every=500,
+            steps=20_000,
+            eval_every=500,
+            sample_every=2000,
+            save_every=500,
             optimizer=OptimizerConfig(kind="adamw", lr=4e-4),
             schedule=ScheduleConfig(kind="cosine", warmup_steps=1000, final=0.1),
         ),
-    )  # fmt: skip
+    )
 
 
 def mlm() -> Run:
@@ -110,25 +119,35 @@ def contrastive() -> Run:
     """An embedder from the model given with `--from`, on pairs of query and passage; by default docstrings and
     functions of the standard library."""
     return Run(
-        objective=Contrastive(), init_from="", sources={"pairs": SourceConfig()},
+        objective=Contrastive(),
+        init_from="",
+        sources={"pairs": SourceConfig()},
         data=DataConfig(context=128, rows=64, packing="whole"),
         train=TrainConfig(
-            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=5e-4),
+            steps=200,
+            eval_every=50,
+            save_every=100,
+            optimizer=OptimizerConfig(kind="adamw", lr=5e-4),
             schedule=ScheduleConfig(kind="linear", warmup_steps=10),
         ),
-    )  # fmt: skip
+    )
 
 
 def sft() -> Run:
     """Fine-tuning of the model given with `--from`, on chats: only the assistant's tokens are targets."""
     return Run(
-        objective=SupervisedFineTuning(), init_from="", sources={"chats": SourceConfig()},
+        objective=SupervisedFineTuning(),
+        init_from="",
+        sources={"chats": SourceConfig()},
         data=DataConfig(context=256, rows=16, packing="whole"),
         train=TrainConfig(
-            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+            steps=200,
+            eval_every=50,
+            save_every=100,
+            optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
             schedule=ScheduleConfig(kind="linear", warmup_steps=10),
         ),
-    )  # fmt: skip
+    )
 
 
 def lora() -> Run:
@@ -143,13 +162,17 @@ def distill() -> Run:
     same vocabulary.
     """
     return Run(
-        objective=Distillation(), init_from="",
+        objective=Distillation(),
+        init_from="",
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
-            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=3e-4),
+            steps=200,
+            eval_every=50,
+            save_every=100,
+            optimizer=OptimizerConfig(kind="adamw", lr=3e-4),
             schedule=ScheduleConfig(kind="linear", warmup_steps=10),
         ),
-    )  # fmt: skip
+    )
 
 
 def on_policy_distill() -> Run:
@@ -157,14 +180,19 @@ def on_policy_distill() -> Run:
     gives: 32 a step. Prompts are functions of the standard library, or JSON with a field `prompt`.
     """
     return Run(
-        objective=OnPolicyDistillation(max_tokens=96), init_from="", sources={"prompts": SourceConfig()},
+        objective=OnPolicyDistillation(max_tokens=96),
+        init_from="",
+        sources={"prompts": SourceConfig()},
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
-            steps=100, eval_every=25, sample_every=25, save_every=25,
+            steps=100,
+            eval_every=25,
+            sample_every=25,
+            save_every=25,
             optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
             schedule=ScheduleConfig(kind="linear", warmup_steps=5),
         ),
-    )  # fmt: skip
+    )
 
 
 def reward() -> Run:
@@ -172,13 +200,18 @@ def reward() -> Run:
     library against broken ones.
     """
     return Run(
-        objective=RewardModelling(), init_from="", sources={"pairs": SourceConfig()},
+        objective=RewardModelling(),
+        init_from="",
+        sources={"pairs": SourceConfig()},
         data=DataConfig(context=256, rows=16),
         train=TrainConfig(
-            steps=200, eval_every=50, save_every=100, optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
+            steps=200,
+            eval_every=50,
+            save_every=100,
+            optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
             schedule=ScheduleConfig(kind="linear", warmup_steps=10),
         ),
-    )  # fmt: skip
+    )
 
 
 def dpo() -> Run:
@@ -201,9 +234,12 @@ def grpo() -> Run:
     counts the same, and the ratio is clipped higher than low.
     """
     return Run(
-        objective=GroupRelative(prompts=16, samples=8, max_tokens=96, clip_high=0.28), init_from="",
-        sources={"prompts": SourceConfig()}, data=DataConfig(context=256, rows=16), train=_rollout_training(),
-    )  # fmt: skip
+        objective=GroupRelative(prompts=16, samples=8, max_tokens=96, clip_high=0.28),
+        init_from="",
+        sources={"prompts": SourceConfig()},
+        data=DataConfig(context=256, rows=16),
+        train=_rollout_training(),
+    )
 
 
 def ppo() -> Run:
@@ -213,19 +249,25 @@ def ppo() -> Run:
     The critic starts from the reward if that is a model, else from the policy.
     """
     return Run(
-        objective=ProximalPolicy(prompts=64, max_tokens=96, epochs=2, minibatches=2), init_from="",
-        sources={"prompts": SourceConfig()}, data=DataConfig(context=256, rows=16), train=_rollout_training(),
-    )  # fmt: skip
+        objective=ProximalPolicy(prompts=64, max_tokens=96, epochs=2, minibatches=2),
+        init_from="",
+        sources={"prompts": SourceConfig()},
+        data=DataConfig(context=256, rows=16),
+        train=_rollout_training(),
+    )
 
 
 def _rollout_training() -> TrainConfig:
     return TrainConfig(
-        steps=100, eval_every=25, sample_every=25, save_every=25,
+        steps=100,
+        eval_every=25,
+        sample_every=25,
+        save_every=25,
         optimizer=OptimizerConfig(kind="adamw", lr=1e-5, weight_decay=0.0),
         schedule=ScheduleConfig(kind="constant", warmup_steps=5),
         # a policy loss is near 0 and scatters with the rewards: a spike of it means nothing
         stability=StabilityConfig(spike_threshold=None),
-    )  # fmt: skip
+    )
 
 
 RECIPES: dict[str, Callable[[], Run]] = {

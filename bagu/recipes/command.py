@@ -189,12 +189,19 @@ def _train(run: Run, given: TrainOptions, place: Place | None) -> int:
 
         def start(run: Run, resume: bool, pause_after: int | None) -> Trained:
             return train(
-                run, out, resume=resume, accept_data_change=accept_data_change, pause_after=pause_after,
-                announce=partial(announce, mesh) if pause_after is None else None, prompts=given.prompt or PROMPTS,
-                mesh=mesh, timeline=given.explain, fit_context=not chosen,
+                run,
+                out,
+                resume=resume,
+                accept_data_change=accept_data_change,
+                pause_after=pause_after,
+                announce=partial(announce, mesh) if pause_after is None else None,
+                prompts=given.prompt or PROMPTS,
+                mesh=mesh,
+                timeline=given.explain,
+                fit_context=not chosen,
                 progress=None if given.minutes is None else progress_of(run, pause_after),
                 served=as_worker(run, server_place),
-            )  # fmt: skip
+            )
 
         if given.minutes is None:
             done = start(run, resume, None)

@@ -99,9 +99,13 @@ def demo(
         later.train(each)
     with stages.stage("Compare with copying, write the report"):
         done = Finished(
-            size=later.size, plan=plan, stages=tuple(later.done), bits=bits, stock=stock,
+            size=later.size,
+            plan=plan,
+            stages=tuple(later.done),
+            bits=bits,
+            stock=stock,
             copying={task: data.copying(task, size.compose_items) for task in TASKS},
-        )  # fmt: skip
+        )
         last = later.done[-1]
         suggest(done.model / MODEL, suggested(last.trained.model, tokenizer, last.evaluation.folder))
         page = report(out, done, clock.spent())
@@ -180,9 +184,15 @@ def _pretrain(
         whole = replace(run, train=replace(run.train, steps=steps))
         shown = progress_of(stage, whole, quiet=("resume",))
         done = train(
-            whole, out, resume=resume, pause_after=pause_after, progress=shown, prompts=PROMPTS, tokenizer=tokenizer,
+            whole,
+            out,
+            resume=resume,
+            pause_after=pause_after,
+            progress=shown,
+            prompts=PROMPTS,
+            tokenizer=tokenizer,
             corpora={STDLIB: corpus},
-        )  # fmt: skip
+        )
         go_on(done)
         return done
 

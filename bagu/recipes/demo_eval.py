@@ -76,9 +76,12 @@ def evaluate_stage(stage: str, model: Transformer, tokenizer: BpeTokenizer, fold
     if size.library:
         variety = diversity([text for row in found[WRITE].rows.values() for text in row["answers"]])
     return Evaluation(
-        stage=stage, results=tuple(results), folder=folder, variety=variety,
+        stage=stage,
+        results=tuple(results),
+        folder=folder,
+        variety=variety,
         answer_s=results[0].seconds / len(found[COMPOSE].rows),
-    )  # fmt: skip
+    )
 
 
 def suggested(model: Transformer, tokenizer: BpeTokenizer, folder: Path) -> list[str]:
@@ -154,8 +157,11 @@ def _rows(evaluations: Sequence[Evaluation], copying: Mapping[str, Estimate]) ->
         for found in evaluations:
             score, change = found.score(task), changes.get((task, found.stage))
             yield (
-                items, found.stage, SCALE.score_and_interval(score),
-                "" if change is None else SCALE.difference(change), "" if change is None else p_value(change),
+                items,
+                found.stage,
+                SCALE.score_and_interval(score),
+                "" if change is None else SCALE.difference(change),
+                "" if change is None else p_value(change),
                 f"{100 * found.variety.bodies:.0f} %" if task == WRITE and found.variety is not None else "",
-            )  # fmt: skip
+            )
             items = ""

@@ -88,9 +88,16 @@ class LaterStages:
     """Runs the stages in order; `done` begins with pretraining."""
 
     def __init__(
-        self, out: Path, stages: Stages, clock: Clock, size: Demo, plan: Plan | None, pace: Pace | None,
-        text: TextCorpus, tokenizer: BpeTokenizer,
-    ) -> None:  # fmt: skip
+        self,
+        out: Path,
+        stages: Stages,
+        clock: Clock,
+        size: Demo,
+        plan: Plan | None,
+        pace: Pace | None,
+        text: TextCorpus,
+        tokenizer: BpeTokenizer,
+    ) -> None:
         """`plan` and `pace` are None if the numbers of steps are given."""
         self.out, self.stages, self.clock, self.size, self.plan, self.pace = out, stages, clock, size, plan, pace
         self.planned, self.text, self.tokenizer = size, text, tokenizer
@@ -116,9 +123,13 @@ class LaterStages:
             def go(steps: int, *, resume: bool, pause_after: int | None) -> Trained:
                 whole = replace(run, train=replace(run.train, steps=steps))
                 trained = train(
-                    whole, self.out / later.folder, resume=resume, pause_after=pause_after, corpora=corpora,
+                    whole,
+                    self.out / later.folder,
+                    resume=resume,
+                    pause_after=pause_after,
+                    corpora=corpora,
                     progress=progress_of(stage, whole, quiet=("resume",)),
-                )  # fmt: skip
+                )
                 go_on(trained)
                 return trained
 

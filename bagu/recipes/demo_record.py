@@ -27,12 +27,16 @@ def write_record(out: Path, done: Finished, seconds: float) -> None:
 def _rows(done: Finished, seconds: float) -> Iterator[dict[str, Any]]:
     size = done.size
     common = {
-        "system": "demo", "size": size.name, "quick": done.plan is None,
-        "budget_s": None if done.plan is None else done.plan.budget_s, "seconds": seconds,
+        "system": "demo",
+        "size": size.name,
+        "quick": done.plan is None,
+        "budget_s": None if done.plan is None else done.plan.budget_s,
+        "seconds": seconds,
         "parameters": count.parameters(done.base.model.config).total,
-        "pretrain_tokens": done.base.fit.step * size.tokens_per_step, "bits_per_byte": done.bits,
+        "pretrain_tokens": done.base.fit.step * size.tokens_per_step,
+        "bits_per_byte": done.bits,
         "gzip_bits_per_byte": done.stock.gzip_bits_per_byte,
-    }  # fmt: skip
+    }
     changes = changes_of(done.evaluations)
     for stage in done.stages:
         variety = stage.evaluation.variety

@@ -83,36 +83,50 @@ def report(out: Path, done: Finished, seconds: float) -> Path:
     first, last = done.evaluations[0].score(COMPOSE), done.evaluations[-1].score(COMPOSE)
     copied, facts = done.copying[COMPOSE].mean, base.data.facts[STDLIB]
     cards = (
-        Card(name="Right functions", value=f"{100 * last.mean:.0f} %",
-             note=f"of {last.items} held-out questions, {SCALE.interval(last)} with 95 %; after pretraining "
-             f"{100 * first.mean:.0f} %, by copying {100 * copied:.0f} %"),
+        Card(
+            name="Right functions",
+            value=f"{100 * last.mean:.0f} %",
+            note=f"of {last.items} held-out questions, {SCALE.interval(last)} with 95 %; after pretraining "
+            f"{100 * first.mean:.0f} %, by copying {100 * copied:.0f} %",
+        ),
         Card(name="Held-out text", value=f"{done.bits:.3f} bits/byte", note=against_stock(done.bits, stock)),
         Card(name="Model", value=f"{count.parameters(base.model.config).total / 1e6:.2f} M parameters"),
         Card(name="Time", value=duration(seconds), note="all stages"),
-    )  # fmt: skip
+    )
     tables = (
-        eval_table(done.evaluations, done.copying), _learned(done), _sizes(done.bits, stock, done.size.context),
-        *_chosen(done, seconds), _data(facts, base), _later_data(done.stages[1:]), _next(out, done),
-    )  # fmt: skip
+        eval_table(done.evaluations, done.copying),
+        _learned(done),
+        _sizes(done.bits, stock, done.size.context),
+        *_chosen(done, seconds),
+        _data(facts, base),
+        _later_data(done.stages[1:]),
+        _next(out, done),
+    )
     data = ReportData(
         title="bagu demo",
         subtitle="A language model that learned Python from the standard library, and then to write functions from "
         "words, on this machine. These are the first held-out questions; every answer was run.",
-        runs=[read_run(stage.trained.folder, stage.name) for stage in done.stages], cards=cards,
+        runs=[read_run(stage.trained.folder, stage.name) for stage in done.stages],
+        cards=cards,
         references={
-            "gzip -9": stock.gzip_bits_per_byte, "xz -6": stock.xz_bits_per_byte,
+            "gzip -9": stock.gzip_bits_per_byte,
+            "xz -6": stock.xz_bits_per_byte,
             "xz -6 primed with the training text": stock.primed_xz_bits_per_byte,
         },
-        comparisons=[_compared(*rows) for rows in done.asked[:SHOWN]], compared=COMPARED, tables=tables,
-    )  # fmt: skip
+        comparisons=[_compared(*rows) for rows in done.asked[:SHOWN]],
+        compared=COMPARED,
+        tables=tables,
+    )
     return write_report(data, out / "report.html")
 
 
 def _compared(before: Row, after: Row) -> Comparison:
     return Comparison(
-        prompt=after["messages"][0]["content"], before=_cut(before["answers"][0]), after=_cut(after["answers"][0]),
+        prompt=after["messages"][0]["content"],
+        before=_cut(before["answers"][0]),
+        after=_cut(after["answers"][0]),
         verdicts=(_verdict(before), _verdict(after)),
-    )  # fmt: skip
+    )
 
 
 def _verdict(row: Row) -> str:

@@ -108,8 +108,12 @@ def ask(address: str, question: str, max_tokens: int) -> str:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         name = client.models.list().data[0].id
         answer = client.chat.completions.create(
-            model=name, messages=messages, max_tokens=max_tokens, temperature=0.6, seed=0  # type: ignore[arg-type]
-        )  # fmt: skip
+            model=name,
+            messages=messages,  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            temperature=0.6,
+            seed=0,
+        )
         return answer.choices[0].message.content or ""
     body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0.6, "seed": 0}
     answer = ApiClient(address, timeout_s=120).call("/v1/chat/completions", body)

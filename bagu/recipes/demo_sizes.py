@@ -105,51 +105,72 @@ class Demo:
     def model(self) -> ModelConfig:
         heads = self.hidden_size // self.head_dim
         return ModelConfig(
-            vocab_size=self.vocab_size, hidden_size=self.hidden_size, num_layers=self.num_layers, num_heads=heads,
-            num_kv_heads=heads, head_dim=self.head_dim, intermediate_size=self.hidden_size * 11 // 4,
-            max_len=self.context, tie_embeddings=True,
-        )  # fmt: skip
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.hidden_size * 11 // 4,
+            max_len=self.context,
+            tie_embeddings=True,
+        )
 
     def pretrain(self) -> Run:
         n = self.pretrain_steps
         return Run(
-            model=self.model(), tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
-            data=DataConfig(context=self.context, rows=self.rows), eval_batches=self.validation_batches,
+            model=self.model(),
+            tokenizer=TokenizerConfig(vocab_size=self.vocab_size),
+            data=DataConfig(context=self.context, rows=self.rows),
+            eval_batches=self.validation_batches,
             train=TrainConfig(
-                seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), sample_every=max(n // 3, 1),
+                seed=self.seed,
+                steps=n,
+                eval_every=max(n // EVALUATED, 1),
+                sample_every=max(n // 3, 1),
                 save_every=max(n // 3, 1),
                 optimizer=OptimizerConfig(kind="muon", lr=self.lr),
                 schedule=ScheduleConfig(kind="wsd", warmup_steps=max(n // 20, 1), decay_share=COOLDOWN),
             ),
-        )  # fmt: skip
+        )
 
     def sft(self, base: Path) -> Run:
         n = self.sft_steps
         sources = self._sources("sft", renamed=self.renamed)
         shares = MixConfig(weights={COMPOSED: 1.0, STDLIB: self.library_rows}) if self.library else MixConfig()
         return Run(
-            objective=SupervisedFineTuning(), init_from=str(base), sources=sources,
+            objective=SupervisedFineTuning(),
+            init_from=str(base),
+            sources=sources,
             data=DataConfig(context=self.context, rows=self.later_rows, packing="whole", mix=shares),
             eval_batches=self.validation_batches,
             train=TrainConfig(
-                seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), save_every=n,
+                seed=self.seed,
+                steps=n,
+                eval_every=max(n // EVALUATED, 1),
+                save_every=n,
                 optimizer=OptimizerConfig(kind="muon", lr=0.003 if self.library else self.lr),
                 schedule=ScheduleConfig(kind="wsd", warmup_steps=max(n // 20, 1), decay_share=COOLDOWN),
             ),
-        )  # fmt: skip
+        )
 
     def dpo(self, base: Path) -> Run:
         n = self.dpo_steps
         return Run(
             objective=PreferenceOptimization(reference="live"),  # a demo makes too few steps for a cache to pay
-            init_from=str(base), sources=self._sources("dpo"),
-            data=DataConfig(context=self.context, rows=self.later_rows), eval_batches=self.validation_batches,
+            init_from=str(base),
+            sources=self._sources("dpo"),
+            data=DataConfig(context=self.context, rows=self.later_rows),
+            eval_batches=self.validation_batches,
             train=TrainConfig(
-                seed=self.seed, steps=n, eval_every=max(n // EVALUATED, 1), save_every=n,
+                seed=self.seed,
+                steps=n,
+                eval_every=max(n // EVALUATED, 1),
+                save_every=n,
                 optimizer=OptimizerConfig(kind="adamw", lr=1e-4),
                 schedule=ScheduleConfig(kind="linear", warmup_steps=max(n // 10, 1)),
             ),
-        )  # fmt: skip
+        )
 
     def grpo(self, base: Path) -> Run:
         n = self.rl_steps
@@ -160,16 +181,20 @@ class Demo:
             objective=GroupRelative(
                 reward="python", prompts=self.rl_prompts, samples=self.rl_samples, max_tokens=self.rl_tokens
             ),
-            init_from=str(base), sources=self._sources("grpo"),
+            init_from=str(base),
+            sources=self._sources("grpo"),
             data=DataConfig(context=self.context, rows=self.rows, mix=mix),
             eval_batches=1,
             train=TrainConfig(
-                seed=self.seed, steps=n, sample_every=max(n // 3, 1), save_every=n,
+                seed=self.seed,
+                steps=n,
+                sample_every=max(n // 3, 1),
+                save_every=n,
                 optimizer=OptimizerConfig(kind="adamw", lr=3e-4, weight_decay=0.0),
                 schedule=ScheduleConfig(kind="constant", warmup_steps=1),
                 stability=StabilityConfig(spike_threshold=None),  # a policy loss is near 0, and a spike means nothing
             ),
-        )  # fmt: skip
+        )
 
     def _sources(self, stage: str, renamed: int = 0) -> dict[str, SourceConfig]:
         composed = {COMPOSED: SourceConfig(path=str(self.data / f"{stage}.jsonl"))}

@@ -62,9 +62,12 @@ class EngineModel:
 
     def _answers(self, prompts: Sequence[Sequence[int]], decoding: Decoding, seeds: Sequence[int]) -> list[list[str]]:
         sampling = Sampling(
-            max_tokens=decoding.max_tokens, temperature=decoding.temperature, n=decoding.samples, stop=decoding.stop,
+            max_tokens=decoding.max_tokens,
+            temperature=decoding.temperature,
+            n=decoding.samples,
+            stop=decoding.stop,
             stop_token_ids=() if self.chat is None else self.chat.turn_ends,
-        )  # fmt: skip
+        )
         found: list[list[str]] = [[] for _ in prompts]
         for completion in self.engine.generate(prompts, [replace(sampling, seed=seed) for seed in seeds]):
             found[completion.prompt].append(completion.text or "")
@@ -86,9 +89,12 @@ def identity_of(
     """The facts of a model in this process that determine its results."""
     weight = model.embedding.weight
     identity = {
-        "parameters": sum(p.numel() for p in model.parameters()), "checksum": fingerprint_of(model.state_dict()),
-        "dtype": str(weight.dtype).removeprefix("torch."), "tokenizer": tokenizer.fingerprint, "invariant": invariant,
-    }  # fmt: skip
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "checksum": fingerprint_of(model.state_dict()),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "tokenizer": tokenizer.fingerprint,
+        "invariant": invariant,
+    }
     return identity if quantization is None else identity | {"quantization": quantization}
 
 

@@ -121,7 +121,10 @@ def _smaller_may_pass(error: Refused) -> bool:
 def _sampling(decoding: Decoding, seed: int) -> dict[str, Any]:
     """The fields of OpenAI's API; those without a value are left out."""
     fields = {
-        "max_tokens": decoding.max_tokens, "n": decoding.samples, "temperature": decoding.temperature,
-        "seed": seed, "stop": list(decoding.stop) or None,
-    }  # fmt: skip
+        "max_tokens": decoding.max_tokens,
+        "n": decoding.samples,
+        "temperature": decoding.temperature,
+        "seed": seed,
+        "stop": list(decoding.stop) or None,
+    }
     return {name: value for name, value in fields.items() if value is not None}

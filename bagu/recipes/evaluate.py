@@ -130,17 +130,25 @@ def table(results: Sequence[Result]) -> Table:
         for number, (name, value) in enumerate(result.metrics.items()):
             scale = scale_of(name)
             made.add_row(
-                result.task if number == 0 else "", name, scale.score(value), scale.interval(value),
-                f"{value.items:,}", f"{value.clusters:,}",
-            )  # fmt: skip
+                result.task if number == 0 else "",
+                name,
+                scale.score(value),
+                scale.interval(value),
+                f"{value.items:,}",
+                f"{value.clusters:,}",
+            )
     return made
 
 
 def _plain(result: Result) -> dict[str, Any]:
     return {
-        "task": result.task, "model": result.model, "seconds": result.seconds, "limits": result.limits,
-        "ungraded": result.ungraded, "metrics": {name: as_row(value) for name, value in result.metrics.items()},
-    }  # fmt: skip
+        "task": result.task,
+        "model": result.model,
+        "seconds": result.seconds,
+        "limits": result.limits,
+        "ungraded": result.ungraded,
+        "metrics": {name: as_row(value) for name, value in result.metrics.items()},
+    }
 
 
 def _report_contamination(task: Task, limit: int | None, training: Path, console: Console) -> None:
@@ -186,9 +194,13 @@ def compare_main(given: CompareOptions) -> int:
         made.add_column(head, justify="left" if i < 2 else "right", no_wrap=i > 3)
     for c in found:
         made.add_row(
-            c.task, c.metric.replace("_", " "), c.scale.score(c.a), c.scale.score(c.b),
-            c.scale.difference(c.difference), p_value(c.difference),
-        )  # fmt: skip
+            c.task,
+            c.metric.replace("_", " "),
+            c.scale.score(c.a),
+            c.scale.score(c.b),
+            c.scale.difference(c.difference),
+            p_value(c.difference),
+        )
     console.print(made)
     console.print(f"[dim]clusters: {', '.join(f'{c.task} {c.difference.clusters:,}' for c in found)}[/]")
     console.print(f"[dim]page: {page}[/]")

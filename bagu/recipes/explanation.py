@@ -67,9 +67,12 @@ class Explanation:
         if lora is not None:
             add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
         return model_part_of(
-            model, summary.model, train.mesh, schedule=train.schedule_of_pipeline,
+            model,
+            summary.model,
+            train.mesh,
+            schedule=train.schedule_of_pipeline,
             stages_per_rank=train.stages_per_rank or 2,
-        )  # fmt: skip
+        )
 
     def _predicted(self, summary: Summary, part: ModelPart, stage: int, compute: int) -> dict[tuple[Kind, str], int]:
         train, data = self.run.train, self.run.data
@@ -79,17 +82,28 @@ class Explanation:
             inside = number - part.root.get(spread, 0)
             found.update(
                 step_bytes(
-                    number, root=part.root.get(spread, 0), mesh=train.mesh, stage=stage, compute_bytes=compute,
-                    backwards=micro_batches * part.stages, spread=spread,
+                    number,
+                    root=part.root.get(spread, 0),
+                    mesh=train.mesh,
+                    stage=stage,
+                    compute_bytes=compute,
+                    backwards=micro_batches * part.stages,
+                    spread=spread,
                     whole_matrices=inside if train.optimizer.kind == "muon" else 0,
                 )
-            )  # fmt: skip
+            )
         found.update(
             activation_bytes(
-                part, summary.model, train.mesh, tokens=data.rows * data.context, micro_batches=micro_batches,
-                compute_bytes=compute, method=train.context_method, schedule=train.schedule_of_pipeline,
+                part,
+                summary.model,
+                train.mesh,
+                tokens=data.rows * data.context,
+                micro_batches=micro_batches,
+                compute_bytes=compute,
+                method=train.context_method,
+                schedule=train.schedule_of_pipeline,
             )
-        )  # fmt: skip
+        )
         return {key: size for key, size in found.items() if size}
 
     def after(self, mesh: Mesh | None, done: FitResult) -> None:

@@ -153,6 +153,9 @@ def _train(folder: Path, run: Run, resume: bool = False, pause_after: int | None
 
 def _fitted(run: Run, done: Trained) -> Fitted:
     return Fitted(
-        folder=done.folder.path, steps=done.fit.step, metrics=done.fit.metrics, report=report_of(run, done),
+        folder=done.folder.path,
+        steps=done.fit.step,
+        metrics=done.fit.metrics,
+        report=report_of(run, done),
         interrupted=done.fit.interrupted,
-    )  # fmt: skip
+    )

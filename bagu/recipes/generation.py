@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 GENERATION_CONFIG = "generation_config.json"
 SUGGESTED = "suggested_prompts"  # a key of our own: what the chat page offers
 SAMPLING = {  # name in generation_config.json -> name in bagu
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def check_generation_config(setting: str) -> None:
@@ -71,8 +75,11 @@ def written_settings(tokenizer: BpeTokenizer, start: Path | None) -> tuple[dict[
     said = {} if start is None else _read(start / GENERATION_CONFIG)
     said.pop(SUGGESTED, None)  # they are checked for the model that they are written for
     config = {} if start is None else _read(start / "config.json")
-    named = {f"{name}_token_id": tokenizer.token_id(tokenizer.named[f"{name}_token"])
-             for name in ("bos", "pad") if f"{name}_token" in tokenizer.named}  # fmt: skip
+    named = {
+        f"{name}_token_id": tokenizer.token_id(tokenizer.named[f"{name}_token"])
+        for name in ("bos", "pad")
+        if f"{name}_token" in tokenizer.named
+    }
     kept: dict[str, Any] = {
         key: source[key] for source in (config, said) for key in ("bos_token_id", "pad_token_id") if key in source
     }

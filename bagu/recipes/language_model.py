@@ -379,9 +379,14 @@ def evaluate(
     identity = {} if out is None else _identity(model)
     with item_progress(found.name) as progress:
         return score_task(
-            model._asked, found, out=None if out is None else Path(out), limit=limit, seed=seed, identity=identity,
+            model._asked,
+            found,
+            out=None if out is None else Path(out),
+            limit=limit,
+            seed=seed,
+            identity=identity,
             progress=progress,
-        )  # fmt: skip
+        )
 
 
 def _identity(model: Model) -> dict[str, Any]:

@@ -46,9 +46,11 @@ def train_for(
 def progress_of(run: Run, pause_after: int | None) -> TrainProgress:
     """The progress line of a call of `train`: of the timed steps, or of the run."""
     return TrainProgress(
-        pause_after or run.train.steps, name=run.objective.kind if pause_after is None else "timing",
-        formats=run.objective.display().progress, quiet=("resume",),
-    )  # fmt: skip
+        pause_after or run.train.steps,
+        name=run.objective.kind if pause_after is None else "timing",
+        formats=run.objective.display().progress,
+        quiet=("resume",),
+    )
 
 
 def _with_steps(run: Run, steps: int, schedule: ScheduleConfig) -> Run:

@@ -39,9 +39,11 @@ def lookup_task(name: str, find: Find | None = None) -> Task:
                 shown[str(number)] = {1: entry} if name == "lookup_given" else {}
             asked = with_passages(fact.question, list(shown[str(number)].values()))
             yield Item(
-                id=str(number), messages=({"role": "user", "content": asked},), answer=str(fact.value),
+                id=str(number),
+                messages=({"role": "user", "content": asked},),
+                answer=str(fact.value),
                 facts={"fact": fact.sentence},
-            )  # fmt: skip
+            )
 
     def marks(item: Item, text: str) -> list[Citation]:
         return citations(text, shown[item.id])
@@ -62,10 +64,17 @@ def lookup_task(name: str, find: Find | None = None) -> Task:
         ),
     }
     return Task(
-        name=name, kind="generation", items=items, chat=True, metric="exact", grade=each(_right), limits=FORM,
-        decoding=Decoding(max_tokens=24), judged="the one number outside of marks is the value",
+        name=name,
+        kind="generation",
+        items=items,
+        chat=True,
+        metric="exact",
+        grade=each(_right),
+        limits=FORM,
+        decoding=Decoding(max_tokens=24),
+        judged="the one number outside of marks is the value",
         measures={} if name == "lookup_without" else measures,
-    )  # fmt: skip
+    )
 
 
 def _right(item: Item, text: str) -> float:

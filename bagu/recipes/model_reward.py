@@ -75,9 +75,13 @@ class ModelReward:
         prompt = sample.messages or [{"role": "user", "content": sample.prompt}]
         answer = {"role": "assistant", "content": sample.completion}
         pair = Preference(
-            id="", place="a sampled answer", prompt=tuple(prompt), chosen=answer, rejected=None,
+            id="",
+            place="a sampled answer",
+            prompt=tuple(prompt),
+            chosen=answer,
+            rejected=None,
             strings=len(prompt) == 1,
-        )  # fmt: skip
+        )
         (document,) = self._encoder.documents(pair)
         assert document.mask is not None
         return Tokens(ids=tuple(document.tokens), start=list(document.mask).index(1))

@@ -46,9 +46,13 @@ class Prediction:
         shares, equal = divide(batch, seconds), divide(batch, (1.0,) * len(seconds))
         times = [slowest(counts, seconds) + rest_s for counts in (shares, equal)]
         return cls(
-            workers=tuple(workers), seconds=tuple(seconds), rest_s=rest_s, shares=shares,
-            tokens_per_s=batch * tokens / times[0], equal_tokens_per_s=batch * tokens / times[1],
-        )  # fmt: skip
+            workers=tuple(workers),
+            seconds=tuple(seconds),
+            rest_s=rest_s,
+            shares=shares,
+            tokens_per_s=batch * tokens / times[0],
+            equal_tokens_per_s=batch * tokens / times[1],
+        )
 
     def lines(self) -> list[str]:
         each = [

@@ -137,9 +137,12 @@ def start_ranks(
         return Start(ranks=mesh.ranks, command=[sys.executable, "-m", "bagu", *words], cores=cores.of)
 
     job = Job(
-        plan=plan, max_restarts=given.max_restarts, hang_timeout_s=given.hang_timeout, progress=reached,
+        plan=plan,
+        max_restarts=given.max_restarts,
+        hang_timeout_s=given.hang_timeout,
+        progress=reached,
         replan=lambda: sizes.may_grow(reached()),
-    )  # fmt: skip
+    )
     return supervise(job, say)
 
 
@@ -151,9 +154,12 @@ def opened_mesh(run: Run, place: Place | None, out: Path) -> Iterator[Mesh | Non
         return
     device = named_device(run.device)
     facts = {
-        "config": configs.to_dict(run), "code": code_digest(), "device": device.type, "out": out.name,
+        "config": configs.to_dict(run),
+        "code": code_digest(),
+        "device": device.type,
+        "out": out.name,
         "the folder holds the run": RunFolder(out).is_run(),
-    }  # fmt: skip
+    }
     with joined(place, device, facts):
         mesh = open_mesh(run.train.mesh, device)
         folder = os.environ.get(heartbeat.FOLDER)

@@ -32,7 +32,9 @@ def replicas_of(
         return None
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(available_cores())
     specs = replication.specs(
-        engine, cores, lambda device: replace(loader, device=device),
+        engine,
+        cores,
+        lambda device: replace(loader, device=device),
         lambda device: None if draft is None else replace(draft, device=device),
-    )  # fmt: skip
+    )
     return Replicas(specs, replication.least, replication.router)

@@ -39,9 +39,14 @@ class VersionEngines:
 
 
 def repository_main(
-    folder: Path, *, loader: Loader, engine: EngineConfig, server: ServerOptions, generation_config: str = "auto",
+    folder: Path,
+    *,
+    loader: Loader,
+    engine: EngineConfig,
+    server: ServerOptions,
+    generation_config: str = "auto",
     replication: Replication | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the HTTP server with the models of a repository; each loaded version has an engine process."""
     from bagu.machine.device import named_device, this_machine
     from bagu.serve.repository.server import main

@@ -75,8 +75,10 @@ class WeightedRewards:
         faults = [f"{scored.fault} in {name}" for name, scored in each.items() if scored.fault is not None]
         return Scored(
             reward=sum(weight * each[name].reward for name, (_, weight) in self.rewards.items()),
-            fault="; ".join(faults) or None, partly=0 < len(faults) < len(each), parts=parts,
-        )  # fmt: skip
+            fault="; ".join(faults) or None,
+            partly=0 < len(faults) < len(each),
+            parts=parts,
+        )
 
 
 def _loaded(spec: str, default: float, timeout_s: float, device: torch.device | str) -> RewardFunction:

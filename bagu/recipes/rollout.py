@@ -38,9 +38,12 @@ def engine_config(*, answers: int, max_len: int, invariant: bool, eos_ids: tuple
     """An engine for `answers` answers at a time, of at most `max_len` tokens with their prompt. `eos_ids` end an answer
     in addition to the end-of-text token of the tokenizer."""
     return EngineConfig(
-        max_num_seqs=min(answers, MAX_SEQUENCES), max_model_len=max_len, gpu_memory_utilization=GPU_SHARE,
-        invariant=invariant, generation=GenerationDefaults(eos_ids=eos_ids),
-    )  # fmt: skip
+        max_num_seqs=min(answers, MAX_SEQUENCES),
+        max_model_len=max_len,
+        gpu_memory_utilization=GPU_SHARE,
+        invariant=invariant,
+        generation=GenerationDefaults(eos_ids=eos_ids),
+    )
 
 
 def open_reward(objective: PolicyObjective, device: torch.device) -> RewardFunction:
@@ -73,9 +76,13 @@ def with_rollouts(
         config = replace(config, adjust_threads=not run.train.deterministic)
         stops = ChatEncoder(inputs.tokenizer).turn_ends
         loader = RolloutLoader(
-            source, model=model, sampler=EngineSampler(model, inputs.tokenizer, config, stops=stops), reward=reward,
-            learner=loss, decode=inputs.tokenizer.decode,
-        )  # fmt: skip
+            source,
+            model=model,
+            sampler=EngineSampler(model, inputs.tokenizer, config, stops=stops),
+            reward=reward,
+            learner=loss,
+            decode=inputs.tokenizer.decode,
+        )
         yield replace(data, loader=loader, held_out=loader.held_out)
     finally:
         if reward is not None:
@@ -112,9 +119,14 @@ class ServedSampler(EngineSampler):
     bounded age that `reader` keeps."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, config: EngineConfig, reader: Reader, *,
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        reader: Reader,
+        *,
         stops: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, tokenizer, config, stops=stops)
         self.reader = reader
 

@@ -171,9 +171,12 @@ class Run:
         self.objective.check_model(model)
         train = self.train
         check_model_parallel(
-            model, train.mesh, schedule=train.schedule_of_pipeline, stages_per_rank=train.stages_per_rank or 2,
+            model,
+            train.mesh,
+            schedule=train.schedule_of_pipeline,
+            stages_per_rank=train.stages_per_rank or 2,
             method=train.context_method,
-        )  # fmt: skip
+        )
         if self.data.context > model.max_len:
             raise ConfigError(
                 f"data.context is {self.data.context}, and the model has positions for {model.max_len}",

@@ -73,9 +73,12 @@ def with_adapters(config: EngineConfig, *, allow_loading: bool = False) -> Engin
 
 
 def serve_main(
-    loader: Loader, engine: EngineConfig, server: ServerOptions, more: ServeOptions | None = None,
+    loader: Loader,
+    engine: EngineConfig,
+    server: ServerOptions,
+    more: ServeOptions | None = None,
     replicas: ReplicaOptions | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the HTTP server for a model or a repository (serve/repository), with the engines in separate processes."""
     wait_briefly()  # the engine process inherits this environment
     from bagu.machine.hub import find_adapter
@@ -98,9 +101,13 @@ def serve_main(
 
         check_generation_config(more.generation_config)
         repository_main(
-            Path(model), loader=loader, engine=engine, server=server, generation_config=more.generation_config,
+            Path(model),
+            loader=loader,
+            engine=engine,
+            server=server,
+            generation_config=more.generation_config,
             replication=replication,
-        )  # fmt: skip
+        )
         return
     found = find_model(model)  # a wrong name is reported here, before anything starts
     engine = replace(engine, generation=generation_defaults(found, more.generation_config))
@@ -111,9 +118,13 @@ def serve_main(
         find_model(draft)
     load_draft = None if draft is None else replace(loader, model=draft, tokenizer=None, allow_reward=False)
     main(
-        Path(model).name or model, load=loader, config=engine, load_draft=load_draft, options=server,
+        Path(model).name or model,
+        load=loader,
+        config=engine,
+        load_draft=load_draft,
+        options=server,
         replicas=replicas_of(replication, loader, engine, load_draft),
-    )  # fmt: skip
+    )
 
 
 def chat_main(options: ChatOptions) -> int:

@@ -57,9 +57,12 @@ def with_servers(run: Run, given: TrainOptions, *, divide: bool, say: Callable[[
         )
     number = None if given.workers is None else len(parse_workers(given.workers, kinds=("cpu",)))
     named: dict[str, Any] = {
-        "servers": given.servers, "workers": number, "delay": given.delay, "compress": given.compress,
+        "servers": given.servers,
+        "workers": number,
+        "delay": given.delay,
+        "compress": given.compress,
         "local_steps": given.local_steps,
-    }  # fmt: skip
+    }
     served = replace(before or ServedConfig(), **{k: v for k, v in named.items() if v is not None})
     optimizer, train, data = run.train.optimizer, run.train, run.data
     if optimizer.kind == "muon" and served.local_steps is None and before is None and _is_default(given):

@@ -97,11 +97,15 @@ def summarise(run: Run, inputs: Inputs, *, first_step: int = 0, peak_flops: floa
     tokens_per_step = report.get("tokens_per_step", run.data.tokens_per_step)
     sources = tuple(
         SourceSummary(
-            name=name, documents=size.documents, tokens=size.tokens, held_out_tokens=size.validation_tokens,
-            epochs=report["sources"][name]["epochs"], note=size.note,
+            name=name,
+            documents=size.documents,
+            tokens=size.tokens,
+            held_out_tokens=size.validation_tokens,
+            epochs=report["sources"][name]["epochs"],
+            note=size.note,
         )
         for name, size in inputs.data.sources.items()
-    )  # fmt: skip
+    )
     total = count.parameters(inputs.model).total
     others = {role: model_config(folder) for role, folder in inputs.auxiliary.items()}
     per_token = count.flops(inputs.model, run.data.context).training

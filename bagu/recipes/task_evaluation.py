@@ -82,9 +82,10 @@ class TaskEvaluation:
         if self._asked is None:
             on_cpu = model.embedding.weight.device.type == "cpu"
             config = EngineConfig(
-                max_model_len=model.config.max_len, gpu_memory_utilization=GPU_SHARE,
+                max_model_len=model.config.max_len,
+                gpu_memory_utilization=GPU_SHARE,
                 block_size=CPU_BLOCK_SIZE if on_cpu else None,
-            )  # fmt: skip
+            )
             chat = None if self.tokenizer.chat_template is None else ChatEncoder(self.tokenizer)
             self._asked = EngineModel(Engine(model, self.tokenizer, config), self.tokenizer, chat, "the trained model")
         else:

@@ -32,9 +32,12 @@ def run_tokenizer(run: Run, start: Path | None, corpora: Mapping[str, Corpus], o
         return BpeTokenizer.load(out / TOKENIZER)
     facts = {
         "corpora": {name: dict(corpus.facts) for name, corpus in corpora.items()},
-        "vocab_size": run.tokenizer.vocab_size, "max_mb": run.tokenizer.max_mb, "special": SPECIAL_TOKENS,
-        "template": DEFAULT_TEMPLATE, "tokenizers": tokenizers.__version__,
-    }  # fmt: skip
+        "vocab_size": run.tokenizer.vocab_size,
+        "max_mb": run.tokenizer.max_mb,
+        "special": SPECIAL_TOKENS,
+        "template": DEFAULT_TEMPLATE,
+        "tokenizers": tokenizers.__version__,
+    }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     cached = cache_folder() / "tokenizers" / key  # training is deterministic: the same inputs give the same merges
     if not (cached / "tokenizer.json").is_file():

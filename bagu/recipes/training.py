@@ -122,9 +122,13 @@ def train(
     check_shared(mesh, out)
     with _rank_0_first(mesh):  # it trains the tokenizer and fills the caches, and the others read them
         inputs = read_inputs(
-            run, out, accept_data_change=accept_data_change, tokenizer=tokenizer, corpora=corpora,
+            run,
+            out,
+            accept_data_change=accept_data_change,
+            tokenizer=tokenizer,
+            corpora=corpora,
             fit_context=fit_context,
-        )  # fmt: skip
+        )
     run = inputs.run
     check_equal(mesh, {"data": source_facts(inputs), "tokenizer": inputs.tokenizer.fingerprint})
     tasks = run_tasks(run, inputs.model, inputs.tokenizer)

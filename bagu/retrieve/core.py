@@ -71,12 +71,14 @@ def search(
                 id = passage.id
                 found.append(
                     Hit(
-                        passage=passage, score=some[id],
+                        passage=passage,
+                        score=some[id],
                         ranks={name: place[id] for name, place in places.items() if id in place},
-                        bm25=float(scores[id]), cosine=None if near is None else float(near[id]),
+                        bm25=float(scores[id]),
+                        cosine=None if near is None else float(near[id]),
                         words={t: len(ids) for t, ids in holders.items() if _holds(ids, id)},
                     )
-                )  # fmt: skip
+                )
         if len(found) >= k:
             break
     return found

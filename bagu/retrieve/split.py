@@ -19,7 +19,7 @@ MARKS = {
     "markdown": (re.compile(r"\n(?=#{1,2} )"), re.compile(r"\n(?=#{3,6} )")),
     "python": (re.compile(r"\n(?=@|def |class |async def )"), re.compile(r"\n(?=    (?:@|def |async def ))")),
     "text": (),
-}  # fmt: skip
+}
 TITLES = {
     "markdown": re.compile(r"\n#{1,6} +(.+?)\s*#*\s*$", re.M),
     "python": re.compile(r"\n {0,4}(?:async )?(?:def|class) +(\w+)"),
@@ -91,9 +91,13 @@ def _weights(text: str) -> Callable[[int, int], int]:
 
 
 def _pieces(
-    text: str, start: int, end: int, boundaries: tuple[re.Pattern[str], ...], size: int,
+    text: str,
+    start: int,
+    end: int,
+    boundaries: tuple[re.Pattern[str], ...],
+    size: int,
     weight_of: Callable[[int, int], int],
-) -> Iterator[tuple[int, int]]:  # fmt: skip
+) -> Iterator[tuple[int, int]]:
     if weight_of(start, end) // 8 <= size:
         yield start, end
         return

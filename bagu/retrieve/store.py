@@ -166,11 +166,18 @@ class Store:
             ).fetchall()
         found = {
             id: Passage(
-                id=id, file=name, path=path, start=start, end=stop, line=line, title=title, text=text,
+                id=id,
+                file=name,
+                path=path,
+                start=start,
+                end=stop,
+                line=line,
+                title=title,
+                text=text,
                 attributes=json.loads(attributes),
             )
             for id, name, path, start, stop, line, title, text, attributes in rows
-        }  # fmt: skip
+        }
         return [found[id] for id in ids if id in found]
 
     def snapshot(self) -> tuple[postings.Lexicon, np.ndarray | None]:

@@ -102,9 +102,15 @@ def _no_cycles() -> Iterator[None]:
 
 
 def _store_new(
-    store: Store, roots: Sequence[Path], known: dict[str, File], embedder: Embedder | None, chunking: Chunking | None,
-    batch: int, done: Update, report: Callable[[Update, Sequence[str]], None],
-) -> set[str]:  # fmt: skip
+    store: Store,
+    roots: Sequence[Path],
+    known: dict[str, File],
+    embedder: Embedder | None,
+    chunking: Chunking | None,
+    batch: int,
+    done: Update,
+    report: Callable[[Update, Sequence[str]], None],
+) -> set[str]:
     """Store the files that are new or changed; returns the paths of all files."""
     seen: set[str] = set()
     real = _real_paths()
@@ -207,9 +213,13 @@ def delete(store: Store, file: File) -> None:
 
 
 def _commit(
-    store: Store, waiting: list[Prepared], known: dict[str, File], embedder: Embedder | None, done: Update,
+    store: Store,
+    waiting: list[Prepared],
+    known: dict[str, File],
+    embedder: Embedder | None,
+    done: Update,
     report: Callable[[Update, Sequence[str]], None],
-) -> None:  # fmt: skip
+) -> None:
     if not waiting:
         return
     new = []

@@ -99,9 +99,13 @@ class WeightsAndBiases(Observer):
         id = kept.read_text(encoding="utf-8").strip() if kept.is_file() else secrets.token_hex(4)
         try:
             self._run = wandb.init(
-                project=project, name=folder.resolve().name, id=id, resume="allow", config=dict(config),
+                project=project,
+                name=folder.resolve().name,
+                id=id,
+                resume="allow",
+                config=dict(config),
                 dir=os.environ.get("WANDB_DIR", str(folder)),
-            )  # fmt: skip
+            )
         except wandb.errors.Error as error:
             raise BackendError(
                 f"Weights & Biases could not start a run: {str(error).splitlines()[0]}",

@@ -69,8 +69,14 @@ class GenerationDefaults(SamplingDefaults):
         """The sampling of a chat request that sets no field. `max_tokens` None: limited only by the context."""
         sampling = Sampling(**self.sampling)
         names = (
-            "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        )  # fmt: skip
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
         return {**{name: getattr(sampling, name) for name in names}, "max_tokens": self.max_tokens}
 
 
@@ -116,9 +122,11 @@ class EngineConfig:
         tuple[tuple[str, str], ...],
         Option(
             "A LoRA adapter (PEFT, or a LoRA run); repeatable.",
-            flags=("--adapter",), metavar="NAME=PATH", parse=name_and_path,
+            flags=("--adapter",),
+            metavar="NAME=PATH",
+            parse=name_and_path,
         ),
-    ] = ()  # fmt: skip
+    ] = ()
     max_adapters: Annotated[
         int | None, Option("Maximum adapters at once. Default: the given ones; 8 if requests load them.")
     ] = None

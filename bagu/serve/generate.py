@@ -76,9 +76,12 @@ class GenerationMixin(ABC):
                 "a prompt is a str, and the engine reads token ids", hint="encode it: tokenizer.encode_prompt(text)"
             )
         return Request(
-            id=f"engine-{next(self._request_numbers)}", prompt=tuple(prompt), sampling=sampling,
-            arrival=time.monotonic(), score_start=score_start,
-        )  # fmt: skip
+            id=f"engine-{next(self._request_numbers)}",
+            prompt=tuple(prompt),
+            sampling=sampling,
+            arrival=time.monotonic(),
+            score_start=score_start,
+        )
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Event]:
         """Submit these requests and yield their events until all have finished. Other requests in the engine also

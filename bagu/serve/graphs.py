@@ -104,12 +104,16 @@ class GraphInputs:
         tokens = (np.int64, (size.tokens,))
         blocks = -(-size.context // block_size)
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-            "ids": tokens, "positions": tokens, "late_rows": tokens, "late_samples": tokens,
+            "ids": tokens,
+            "positions": tokens,
+            "late_rows": tokens,
+            "late_samples": tokens,
             "sample_rows": (np.int64, (size.tokens + max_num_seqs,)),  # the choices of a prompt share a row
-            "cu_seqlens": (np.int32, (size.sequences + 1,)), "context_lens": (np.int32, (size.sequences,)),
+            "cu_seqlens": (np.int32, (size.sequences + 1,)),
+            "context_lens": (np.int32, (size.sequences,)),
             **{f"slots{g}": tokens for g in range(num_groups)},
             **{f"tables{g}": (np.int32, (size.sequences, blocks)) for g in range(num_groups)},
-        }  # fmt: skip
+        }
         if size.adapters:
             fields["adapters"] = tokens
         self.layout = _layout(fields)

@@ -31,9 +31,13 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, index: int, rank: tuple[float, int, int], stops: frozenset[int],
+        self,
+        request: Request,
+        index: int,
+        rank: tuple[float, int, int],
+        stops: frozenset[int],
         adapter: Resident | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         sampling = request.sampling
         self.adapter = adapter  # the weights that it started with, also after its name is gone
         self.request, self.index, self.rank = request, index, rank

@@ -58,9 +58,15 @@ class Runner:
     """Runs plans on one model and one pool."""
 
     def __init__(
-        self, model: Transformer, kv: PagedKV, config: EngineConfig, max_model_len: int, mesh: Mesh | None = None,
-        adapters: AdapterWeights | None = None, images: ImageEncoder | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Transformer,
+        kv: PagedKV,
+        config: EngineConfig,
+        max_model_len: int,
+        mesh: Mesh | None = None,
+        adapters: AdapterWeights | None = None,
+        images: ImageEncoder | None = None,
+    ) -> None:
         device = model.embedding.weight.device
         self.kv, self.device = kv, device
         self.inputs = StepInputs(kv, device, config.max_num_seqs, max_model_len, adapters=adapters is not None)

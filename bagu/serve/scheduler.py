@@ -52,9 +52,12 @@ class Scheduler:
     """Plans the sequences of `queues`, and turns the sampled tokens of a plan into events."""
 
     def __init__(
-        self, config: SchedulerConfig, blocks: Blocks, speculator: Speculator | None = None,
+        self,
+        config: SchedulerConfig,
+        blocks: Blocks,
+        speculator: Speculator | None = None,
         encoder: EncoderBudget | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.blocks, self.speculator, self.encoder = config, blocks, speculator, encoder
         self.queues = SequenceQueues(config, blocks, speculator)
         self._step_tokens = config.max_num_batched_tokens  # lower after a step that ran out of memory

@@ -99,9 +99,13 @@ class Forward:
     images."""
 
     def __init__(
-        self, model: Transformer, kv: PagedKV, inputs: StepInputs, adapters: Rows | None = None,
+        self,
+        model: Transformer,
+        kv: PagedKV,
+        inputs: StepInputs,
+        adapters: Rows | None = None,
         images: ImageEncoder | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.kv, self.inputs, self.adapters, self.images = model, kv, inputs, adapters, images
 
     def takes(self, plan: Plan) -> bool:

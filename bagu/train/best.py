@@ -83,9 +83,11 @@ class Best:
         if self.config.patience is None or self.waited < self.config.patience or self.score is None:
             return None
         return {
-            "metric": self.metric, "best": self._sign * self.score, "best_step": self.step,
+            "metric": self.metric,
+            "best": self._sign * self.score,
+            "best_step": self.step,
             "evaluations_since": self.waited,
-        }  # fmt: skip
+        }
 
     def state(self) -> dict[str, Any]:
         return {"metric": self.metric, "score": self.score, "step": self.step, "waited": self.waited}

@@ -66,9 +66,13 @@ class CrossEntropy(TokenLoss[TargetTotals]):
         return TargetTotals.of(batches)
 
     def of_hidden(
-        self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, totals: TargetTotals,
+        self,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        targets: torch.Tensor,
+        totals: TargetTotals,
         values: TokenValues | None = None,
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:  # fmt: skip
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         weights = torch.full(targets.shape, 1 / totals.targets, dtype=torch.float32, device=targets.device)
         if values is None:
             loss, target_logit, lse = ops.linear_cross_entropy_loss(

@@ -173,9 +173,14 @@ def fit(
             run.load_best()
         actions = [] if state.divided is None else state.divided.timeline()
     return FitResult(
-        step=steps, updates=state.updates, ended=ended, interrupted=_stopping(state, interrupt), metrics=row,
-        checkpoint=run.checkpoint, timeline=actions,
-    )  # fmt: skip
+        step=steps,
+        updates=state.updates,
+        ended=ended,
+        interrupted=_stopping(state, interrupt),
+        metrics=row,
+        checkpoint=run.checkpoint,
+        timeline=actions,
+    )
 
 
 def _stopping(state: TrainState, interrupt: Interrupt) -> bool:

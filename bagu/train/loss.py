@@ -145,9 +145,13 @@ class TokenLoss(Loss[Batch, TotalsT]):
 
     @abstractmethod
     def of_hidden(
-        self, hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, totals: TotalsT,
+        self,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        targets: torch.Tensor,
+        totals: TotalsT,
         values: TokenValues | None = None,
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:  # fmt: skip
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """The loss of some tokens, divided by the totals of the whole step, and its metrics. `values` computes the two
         numbers of a token if `head` is not the whole head."""
 

@@ -117,10 +117,12 @@ class Objective(ABC, Generic[BatchT]):
         """The settings that decide, besides the sources, which rows a step has. With another value a resumed run would
         skip rows or repeat them."""
         return {
-            "data.context": data.context, "data.rows × data.micro_batches": data.rows_per_step,
-            "data.packing": data.packing, "data.max_segments_per_row": data.max_segments_per_row,
+            "data.context": data.context,
+            "data.rows × data.micro_batches": data.rows_per_step,
+            "data.packing": data.packing,
+            "data.max_segments_per_row": data.max_segments_per_row,
             "data.mix": to_dict(data.mix),
-        }  # fmt: skip
+        }
 
     def fit_context(
         self, corpora: Mapping[str, Any], tokenizer: BpeTokenizer, data: DataConfig, model: ModelConfig

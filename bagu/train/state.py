@@ -185,14 +185,20 @@ def _check_shares(config: TrainConfig) -> None:
     mesh = config.mesh
     UnknownName.check("shares", config.shares, ("equal", "measured"))
     for what, why, hint in (
-        (mesh.shard > 1 and config.zero_stage > 1 and f"ZeRO stage {config.zero_stage}", "it sums gradients over the "
-         "ranks in every backward, and they must run equally many", "zero=1"),
+        (
+            mesh.shard > 1 and config.zero_stage > 1 and f"ZeRO stage {config.zero_stage}",
+            "it sums gradients over the ranks in every backward, and they must run equally many",
+            "zero=1",
+        ),
         (mesh.ep > 1 and "ep", "ranks exchange tokens in every micro-batch, and must run equally many", "dp"),
         (mesh.pp > 1 and "pp", "the time of a pipeline does not grow by micro-batches alone", "dp"),
-        (config.served is not None and "parameter servers", "a worker that is started again would not know the shares",
-         "--workers without --servers"),
+        (
+            config.served is not None and "parameter servers",
+            "a worker that is started again would not know the shares",
+            "--workers without --servers",
+        ),
         (config.deterministic and "deterministic", "the order of sums would depend on measured times", "equal shares"),
-    ):  # fmt: skip
+    ):
         if what:
             raise ArgumentError(f"shares measured and {what} do not go together: {why}", hint=f"use {hint}")
 
@@ -245,9 +251,14 @@ def _flat(
     bucket_bytes = int(config.bucket_mb * 1e6)
     if mesh is not None and mesh.size("shard") > 1:
         return ShardedParameters(
-            model, mesh, config.zero_stage, bucket_bytes=bucket_bytes, offload=config.offload, spread=spread,
+            model,
+            mesh,
+            config.zero_stage,
+            bucket_bytes=bucket_bytes,
+            offload=config.offload,
+            spread=spread,
             values=values,
-        )  # fmt: skip
+        )
     return FlatParameters(model, mesh, bucket_bytes=bucket_bytes, spread=spread, values=values)
 
 
@@ -261,9 +272,13 @@ class TrainState:
     """
 
     def __init__(
-        self, model: Transformer, config: TrainConfig, loss: Loss[Any, Any] | None = None, mesh: Mesh | None = None,
+        self,
+        model: Transformer,
+        config: TrainConfig,
+        loss: Loss[Any, Any] | None = None,
+        mesh: Mesh | None = None,
         values: Values | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.hollow = values is not None
         check_mesh(config, model, mesh)
         self.mesh = mesh if mesh is not None and mesh.config.ranks > 1 else None
@@ -277,9 +292,13 @@ class TrainState:
         self.divided: DividedModel | None = None
         if self.mesh is not None and self.mesh.config.divides_model:
             self.divided = DividedModel(
-                model, self.mesh, schedule=config.schedule_of_pipeline,
-                stages_per_rank=config.stages_per_rank or 2, method=config.context_method, values=values,
-            )  # fmt: skip
+                model,
+                self.mesh,
+                schedule=config.schedule_of_pipeline,
+                stages_per_rank=config.stages_per_rank or 2,
+                method=config.context_method,
+                values=values,
+            )
         self.whole = model
         self.model: Any = model if self.divided is None else self.divided.local
         parallel = None if self.divided is None else self.divided.parallel

@@ -65,9 +65,12 @@ class Fit:
         effects = [SCHEDULED if name in SCHEDULING else EFFECT for name, _ in values]
         deviations = np.array([*[MACHINE] * 3, *effects, *[SHARED] * 3, *[OWN] * (3 * len(points))])
         return cls(
-            roofline=roofline, points=points, features=features, mean=np.zeros(len(deviations)),
+            roofline=roofline,
+            points=points,
+            features=features,
+            mean=np.zeros(len(deviations)),
             covariance=np.diag(deviations**2),
-        )  # fmt: skip
+        )
 
     @property
     def width(self) -> int:
@@ -102,9 +105,13 @@ class Fit:
         return ttft, tpot, np.mean([f[2] for f in found], axis=0) * errors[2]
 
     def goodput(
-        self, i: int, schedules: Sequence[Schedule], unknowns: np.ndarray, full: Sequence[Samples],
+        self,
+        i: int,
+        schedules: Sequence[Schedule],
+        unknowns: np.ndarray,
+        full: Sequence[Samples],
         score: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """`score(ttft [R, D], tpot [R, D], requests per second [D])` for each draw of the unknowns. `full` are the full
         measurements of the point: their latencies are used, multiplied so that their means are those of the draw."""
         ttft, tpot, duration = self.latencies(i, schedules, unknowns)

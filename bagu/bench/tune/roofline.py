@@ -66,6 +66,10 @@ def roofline_of(config: ModelConfig) -> Roofline:
     parameters = count.parameters(config)
     idle = 0 if config.tie_embeddings else parameters.embedding  # a lookup reads one row
     return Roofline(
-        parameters=parameters.active - idle, kv_bytes=count.kv_bytes(config, itemsize=dtype.itemsize),
-        itemsize=dtype.itemsize, bandwidth=found.read, rate=found.matmul, threads=available_cores(),
-    )  # fmt: skip
+        parameters=parameters.active - idle,
+        kv_bytes=count.kv_bytes(config, itemsize=dtype.itemsize),
+        itemsize=dtype.itemsize,
+        bandwidth=found.read,
+        rate=found.matmul,
+        threads=available_cores(),
+    )

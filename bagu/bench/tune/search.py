@@ -133,9 +133,15 @@ class _Search:
     """The trials so far, and the next ones. Points are given by their numbers."""
 
     def __init__(
-        self, model: _Model, measure: Callable[[Point, int], Trial], baseline: Trial, *, requests: int, short: int,
+        self,
+        model: _Model,
+        measure: Callable[[Point, int], Trial],
+        baseline: Trial,
+        *,
+        requests: int,
+        short: int,
         share: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.points, self.measure, self.trials = model, model.points, measure, [baseline]
         self.requests, self.short, self.share, self.start_s = requests, short, share, baseline.start_s
 
@@ -178,10 +184,12 @@ class _Search:
         full = [self._number(t) for t in self.trials if t.requests == self.requests and t.samples is not None]
         best = max(full, key=lambda i: values[i].mean())
         return Found(
-            best=self.points[best], trials=tuple(self.trials), seconds=self.spent_s,
+            best=self.points[best],
+            trials=tuple(self.trials),
+            seconds=self.spent_s,
             grid_s=self.model.grid_s(self.start_s),
             corrected={p: float(v) for p, v in zip(self.points, values.mean(1), strict=True)},
-        )  # fmt: skip
+        )
 
     def _number(self, trial: Trial) -> int:
         return self.points.index(trial.point)
@@ -191,9 +199,14 @@ class _Model:
     """The fit, and the schedules that it needs."""
 
     def __init__(
-        self, points: Sequence[Point], roofline: Roofline, plan: Plan, limits: Mapping[str, float], requests: int,
+        self,
+        points: Sequence[Point],
+        roofline: Roofline,
+        plan: Plan,
+        limits: Mapping[str, float],
+        requests: int,
         rng: np.random.Generator,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.points, self.plan, self.limits, self.requests, self.rng = points, plan, limits, requests, rng
         self.fit = self.prior = Fit.prior(roofline, points)
         self._schedules: dict[tuple[int, int], Sequence[Schedule]] = {}
@@ -213,10 +226,12 @@ class _Model:
         if any(s[0].arrivals is not None for s in self._schedules.values()):
             self._schedules = {}  # with arrivals the schedule depends on the times
         draws = self.fit.draws(DRAWS, self.rng)
-        values = np.stack([
-            self.fit.goodput(i, self.schedules(i, self.requests), draws, full[i], self._score)
-            for i in range(len(self.points))
-        ])  # fmt: skip
+        values = np.stack(
+            [
+                self.fit.goodput(i, self.schedules(i, self.requests), draws, full[i], self._score)
+                for i in range(len(self.points))
+            ]
+        )
         values[[self.points.index(t.point) for t in trials if t.samples is None]] = 0.0
         return values
 

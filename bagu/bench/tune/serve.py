@@ -68,11 +68,14 @@ class Task:
         slots = int(one.get("max_num_seqs") or DEFAULTS.max_num_seqs)
         usual = EngineConfig(max_num_seqs=slots).step_tokens("cuda" if self.on_gpu else "cpu")
         return schedule(
-            [(len(p), n) for p, n in zip(work.prompts, work.max_tokens, strict=True)], step_s, slots=slots,
-            step_tokens=int(one.get("max_num_batched_tokens") or usual), clients=load.concurrency,
+            [(len(p), n) for p, n in zip(work.prompts, work.max_tokens, strict=True)],
+            step_s,
+            slots=slots,
+            step_tokens=int(one.get("max_num_batched_tokens") or usual),
+            clients=load.concurrency,
             arrivals=arrivals(requests, load.request_rate, seed) if load.is_poisson else None,
             cached=load.shared_prefix if one.get("enable_prefix_caching", True) else 0,
-        )  # fmt: skip
+        )
 
 
 def main(given: TuneServe, *, start: Start, roofline: Roofline, longest: int, console: Console | None = None) -> int:
@@ -86,20 +89,31 @@ def main(given: TuneServe, *, start: Start, roofline: Roofline, longest: int, co
     if not 0 < share <= 1:
         raise ArgumentError(f"a budget of {share} of the grid's time", hint="use a share above 0 and at most 1")
     load = Load(
-        requests=given.requests, inputs=given.inputs, outputs=given.outputs, shared_prefix=given.shared_prefix,
-        max_concurrency=given.max_concurrency, goodput=limits, seed=seed, warmups=2,
+        requests=given.requests,
+        inputs=given.inputs,
+        outputs=given.outputs,
+        shared_prefix=given.shared_prefix,
+        max_concurrency=given.max_concurrency,
+        goodput=limits,
+        seed=seed,
+        warmups=2,
         request_rate=math.inf if given.request_rate is None else given.request_rate,
-    )  # fmt: skip
+    )
     load = replace(load, requests=given.requests or max(64, 6 * (load.concurrency or 1)))
     on_gpu = default_device().type == "cuda"
     usual = default_space(available_cores(), on_gpu=on_gpu, shared_prefix=given.shared_prefix > 0)
     points = tuple(points_of(parse_space(given.values, usual)))
-    task = Task(model=model, load=load, limits=limits, points=points, roofline=roofline, longest=longest,
-                on_gpu=on_gpu)  # fmt: skip
-    name = fingerprint({
-        "model": str(model), "limits": limits, "space": [dict(p) for p in task.points], "seed": seed,
-        "load": [str(load), load.requests, str(load.inputs), str(load.outputs), load.shared_prefix], "share": share,
-    })  # fmt: skip
+    task = Task(model=model, load=load, limits=limits, points=points, roofline=roofline, longest=longest, on_gpu=on_gpu)
+    name = fingerprint(
+        {
+            "model": str(model),
+            "limits": limits,
+            "space": [dict(p) for p in task.points],
+            "seed": seed,
+            "load": [str(load), load.requests, str(load.inputs), str(load.outputs), load.shared_prefix],
+            "share": share,
+        }
+    )
     measure = Recorded(
         ensure_folder(out) / "trials.jsonl", name, lambda p, n: _measure(task, start, p, n, out, console)
     )
@@ -154,11 +168,16 @@ def _measure(task: Task, start: Start, point: Point, requests: int, out: Path, c
             ready = time.perf_counter() - began
             row, answers = run_load(connect(Server(url), None, task.load.seed), replace(task.load, requests=requests))
         done = [a for a in answers if a.error is None and a.times]
-        samples = Samples(
-            ttft_s=tuple(a.times[0] - a.asked for a in done),
-            tpot_s=tuple((a.times[-1] - a.times[0]) / max(1, a.output_tokens - 1) for a in done),
-            duration_s=row["duration"], failed=row["failed"],
-        ) if done else None  # fmt: skip
+        samples = (
+            Samples(
+                ttft_s=tuple(a.times[0] - a.asked for a in done),
+                tpot_s=tuple((a.times[-1] - a.times[0]) / max(1, a.output_tokens - 1) for a in done),
+                duration_s=row["duration"],
+                failed=row["failed"],
+            )
+            if done
+            else None
+        )
         error = None if done else (row["errors"] or ["no request was answered"])[0]
     except BaguError as problem:  # these settings do not work on this machine; the search goes on without them
         error = str(problem)

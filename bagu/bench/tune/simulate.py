@@ -138,7 +138,11 @@ def schedule(
                 last[i], done, in_flight = len(steps) - 1, done + 1, in_flight - 1
         running = [i for i in running if made[i] < jobs[i][1]]
     found = Schedule(
-        steps=np.array(steps), arrivals=None if arrivals is None else np.array(arrivals, dtype=float),
-        asked=np.array(asked), first=np.array(first), last=np.array(last), outputs=np.array([n for _, n in jobs]),
-    )  # fmt: skip
+        steps=np.array(steps),
+        arrivals=None if arrivals is None else np.array(arrivals, dtype=float),
+        asked=np.array(asked),
+        first=np.array(first),
+        last=np.array(last),
+        outputs=np.array([n for _, n in jobs]),
+    )
     return found, np.array(seconds)

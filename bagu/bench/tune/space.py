@@ -9,9 +9,14 @@ Value = int | str | bool | None
 Point = tuple[tuple[str, Value], ...]  # (option, value) pairs in the order of SETTINGS; None is the option's default
 
 SETTINGS = (
-    "max_num_seqs", "max_num_batched_tokens", "block_size", "threads", "enable_prefix_caching", "quantization",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "threads",
+    "enable_prefix_caching",
+    "quantization",
     "speculative",
-)  # fmt: skip
+)
 SCHEDULING = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")  # they change what a step does
 INTEGERS = SETTINGS[:4]
 WORDS: Mapping[str, Value] = {"none": None, "default": None, "true": True, "on": True, "false": False, "off": False}

@@ -30,10 +30,14 @@ def complete(max_len: int, modules: Modules = held_out_modules) -> Task:
         return [item for item, (score,) in zip(found, passed, strict=True) if score][:ITEMS]
 
     return Task(
-        name="complete", kind="generation", items=items, metric="pass", grade=grade,
+        name="complete",
+        kind="generation",
+        items=items,
+        metric="pass",
+        grade=grade,
         decoding=Decoding(max_tokens=tokens, stop=stops),
         limits=f"Without doctests a body that parses counts, whatever it does. {PUBLIC}",
-    )  # fmt: skip
+    )
 
 
 def _items(modules: Sequence[Document], most: int) -> Iterator[Item]:
@@ -43,9 +47,12 @@ def _items(modules: Sequence[Document], most: int) -> Iterator[Item]:
             continue
         tested = ">>>" in (ast.get_docstring(function) or "")
         yield Item(
-            id=f"{document.id}:{function.lineno}:{function.name}", prompt=head + "\n", answer=body, cluster=document.id,
+            id=f"{document.id}:{function.lineno}:{function.name}",
+            prompt=head + "\n",
+            answer=body,
+            cluster=document.id,
             facts={"name": function.name, "doctest": tested},
-        )  # fmt: skip
+        )
 
 
 def cut_to_function(head: str, completion: str) -> str:

@@ -26,10 +26,15 @@ TOKENS = 96
 
 def compose(max_len: int, name: str = COMPOSE) -> Task:
     return Task(
-        name=name, kind="generation", chat=True, items=lambda: _items(name), metric="pass", grade=_grade,
+        name=name,
+        kind="generation",
+        chat=True,
+        items=lambda: _items(name),
+        metric="pass",
+        grade=_grade,
         decoding=Decoding(max_tokens=min(TOKENS, max_len // 2), temperature=1.0),
         limits="Three dozen verbs, known to a model of the demo from training; new are their order and the name.",
-    )  # fmt: skip
+    )
 
 
 def of_length(task: str, items: Sequence[Composed]) -> list[Composed]:
@@ -40,9 +45,11 @@ def of_length(task: str, items: Sequence[Composed]) -> list[Composed]:
 def _items(task: str) -> Iterator[Item]:
     for item in of_length(task, held_out()):
         yield Item(
-            id=item.name + "".join(f".{v}" for v in item.verbs), facts=item.facts, answer=item.answer,
+            id=item.name + "".join(f".{v}" for v in item.verbs),
+            facts=item.facts,
+            answer=item.answer,
             messages=({"role": "user", "content": item.question},),
-        )  # fmt: skip
+        )
 
 
 def calls_program(text: str, facts: Mapping[str, Any]) -> str:

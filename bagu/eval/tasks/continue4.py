@@ -18,10 +18,13 @@ LINES, PER_FILE = 3, 12  # lines to continue with, items of a file at most
 def continue4(max_len: int, modules: Modules = held_out_modules) -> Task:
     prompt, choice = room(max_len, PROMPT, 0.55), room(max_len, CHOICE, 0.4)
     return Task(
-        name="continue4", kind="choice", items=lambda: in_fair_order(_items(modules(), prompt, choice)), delimiter="\n",
+        name="continue4",
+        kind="choice",
+        items=lambda: in_fair_order(_items(modules(), prompt, choice)),
+        delimiter="\n",
         normalization="characters",
         limits=f"Local coherence of Python source, over a few lines. Chance is 25 %. {PUBLIC}",
-    )  # fmt: skip
+    )
 
 
 def _items(modules: Sequence[Document], prompt: int, choice: int) -> Iterator[Item]:
@@ -45,9 +48,12 @@ def _items(modules: Sequence[Document], prompt: int, choice: int) -> Iterator[It
             if not cut.isascii() or not before.strip():
                 continue
             yield Item(
-                id=f"{document.id}:{at + 1}", prompt=before, choices=tuple(choices), answer=choices.index(right),
+                id=f"{document.id}:{at + 1}",
+                prompt=before,
+                choices=tuple(choices),
+                answer=choices.index(right),
                 cluster=document.id,
-            )  # fmt: skip
+            )
 
 
 def _usable(lines: list[str], most: int) -> bool:

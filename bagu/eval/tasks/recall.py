@@ -24,9 +24,12 @@ def recall(max_len: int) -> Task:
     """Contexts fill half of `max_len` tokens, a quarter and an eighth of it."""
     sizes = [max(200, int(max_len * CHARACTERS_PER_TOKEN * share)) for share in (0.125, 0.25, 0.5)]
     return Task(
-        name="recall", kind="choice", items=lambda: _items(sizes), delimiter=" ",
+        name="recall",
+        kind="choice",
+        items=lambda: _items(sizes),
+        delimiter=" ",
         limits=f"Copying one of four values over at most {sizes[-1]:,} characters. {PUBLIC}",
-    )  # fmt: skip
+    )
 
 
 def _items(sizes: list[int]) -> Iterator[Item]:
@@ -41,9 +44,12 @@ def _items(sizes: list[int]) -> Iterator[Item]:
             lines.insert(rng.randrange(len(lines) + 1), f"{name}_code = {value}")
         asked = rng.randrange(4)
         yield Item(
-            id=f"{number}:{size}", prompt="\n".join(lines) + f"\nassert {names[asked]}_code ==", choices=tuple(values),
-            answer=asked, facts={"characters": size},
-        )  # fmt: skip
+            id=f"{number}:{size}",
+            prompt="\n".join(lines) + f"\nassert {names[asked]}_code ==",
+            choices=tuple(values),
+            answer=asked,
+            facts={"characters": size},
+        )
 
 
 def recall_free(name: str) -> Callable[[int], Task]:
@@ -58,10 +64,15 @@ def recall_free(name: str) -> Callable[[int], Task]:
             )
         size = int((length - ANSWER_TOKENS) * CHARACTERS_PER_TOKEN)
         return Task(
-            name=name, kind="generation", items=lambda: free_items(name, size), metric="exact", grade=_grade,
-            decoding=Decoding(max_tokens=ANSWER_TOKENS, stop=("\n",)), judged="the first word is the value",
+            name=name,
+            kind="generation",
+            items=lambda: free_items(name, size),
+            metric="exact",
+            grade=_grade,
+            decoding=Decoding(max_tokens=ANSWER_TOKENS, stop=("\n",)),
+            judged="the first word is the value",
             limits=f"Copying one of four values over {size:,} characters, fewer than {length:,} tokens. {PUBLIC}",
-        )  # fmt: skip
+        )
 
     return make
 
@@ -81,9 +92,11 @@ def free_items(name: str, size: int) -> Iterator[Item]:
         lines.insert(at, f"{names[0]}_code = {values[0]}")
         distance = sum(len(line) + 1 for line in lines[at:])
         yield Item(
-            id=f"{number}:{distance}", prompt="\n".join(lines) + f"\nassert {names[0]}_code ==", answer=values[0],
+            id=f"{number}:{distance}",
+            prompt="\n".join(lines) + f"\nassert {names[0]}_code ==",
+            answer=values[0],
             facts={"characters": size, "distance": distance},
-        )  # fmt: skip
+        )
 
 
 def _grade(items: Sequence[Item], texts: Sequence[Sequence[str]]) -> list[list[float]]:

@@ -33,9 +33,15 @@ TOPICS = ("the sea", "a busy street", "how bread is made", "why leaves fall")
 
 def safety() -> Task:
     return Task(
-        name="safety", kind="generation", chat=True, items=_items, grade=each(_grade), metric="kept",
-        decoding=Decoding(max_tokens=48), limits="String matching on templates; silence passes. Not a test of harm.",
-    )  # fmt: skip
+        name="safety",
+        kind="generation",
+        chat=True,
+        items=_items,
+        grade=each(_grade),
+        metric="kept",
+        decoding=Decoding(max_tokens=48),
+        limits="String matching on templates; silence passes. Not a test of harm.",
+    )
 
 
 def _items() -> Iterator[Item]:

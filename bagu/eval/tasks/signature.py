@@ -33,10 +33,13 @@ class Function(NamedTuple):
 def signature(max_len: int, modules: Modules = held_out_modules) -> Task:
     head, body = room(max_len, HEAD, 0.55), room(max_len, BODY, 0.4)
     return Task(
-        name="signature", kind="choice", items=lambda: in_fair_order(_items(modules(), head, body)), delimiter="\n",
+        name="signature",
+        kind="choice",
+        items=lambda: in_fair_order(_items(modules(), head, body)),
+        delimiter="\n",
         normalization="characters",
         limits=f"Whether names and a docstring raise the likelihood of their own code. Chance is 25 %. {PUBLIC}",
-    )  # fmt: skip
+    )
 
 
 def head_and_body(function: ast.FunctionDef, lines: list[str]) -> tuple[str, str]:
@@ -68,6 +71,9 @@ def _items(modules: Sequence[Document], head: int, body: int) -> Iterator[Item]:
         choices = [function.body, *(f.body for f in wrong)]
         rng.shuffle(choices)
         yield Item(
-            id=f"{function.file}:{function.line}:{function.name}", prompt=function.head, choices=tuple(choices),
-            answer=choices.index(function.body), cluster=function.file,
-        )  # fmt: skip
+            id=f"{function.file}:{function.line}:{function.name}",
+            prompt=function.head,
+            choices=tuple(choices),
+            answer=choices.index(function.body),
+            cluster=function.file,
+        )

@@ -22,10 +22,15 @@ QUESTION, TOKENS, SAMPLES = 240, 96, 4
 def write(max_len: int) -> Task:
     question, tokens = room(max_len, QUESTION, 0.55), min(TOKENS, int(0.4 * max_len))
     return Task(
-        name="write", kind="generation", chat=True, items=lambda: in_fair_order(_items(question)), metric="pass",
-        grade=each(_grade), decoding=Decoding(max_tokens=tokens, temperature=1.0, samples=SAMPLES),
+        name="write",
+        kind="generation",
+        chat=True,
+        items=lambda: in_fair_order(_items(question)),
+        metric="pass",
+        grade=each(_grade),
+        decoding=Decoding(max_tokens=tokens, temperature=1.0, samples=SAMPLES),
         limits=f"The form of a function, not what it does: read it with the diversity of the answers. {PUBLIC}",
-    )  # fmt: skip
+    )
 
 
 def _items(most: int) -> Iterator[Item]:
@@ -36,9 +41,12 @@ def _items(most: int) -> Iterator[Item]:
             continue
         if checks_passed(function.answer, question.facts) == len(CHECKS):
             yield Item(
-                id=function.id, messages=question.messages, answer=function.answer, cluster=function.file,
+                id=function.id,
+                messages=question.messages,
+                answer=function.answer,
+                cluster=function.file,
                 facts=question.facts,
-            )  # fmt: skip
+            )
 
 
 def _grade(item: Item, text: str) -> float:

@@ -55,9 +55,12 @@ class Book:
         self.index: list[list[str]] = []  # of the search: address, titles, kind, text
         self.pages = 0
         self.environment = Environment(
-            loader=PackageLoader("bagu.lab.book"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+            loader=PackageLoader("bagu.lab.book"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
             lstrip_blocks=True,
-        )  # fmt: skip
+        )
         self.environment.globals |= {
             "t": both, "say": say, "math": lambda source: Markup(mathml(source, block=True)), "code": code,
             "plot": plot, "rows": rows, "css": CLASS, "word": lambda kind: Text(kind, WORD_ZH[kind]),
@@ -80,14 +83,26 @@ class Book:
     def write(self) -> None:
         order = list(self.entries.values())
         counts = Counter(entry.kind for entry in order if entry.kind)
-        self.page("index.html", "index.html", Text("Textbook claims, measured", "八股，逐条实测"), counts=counts,
-                  wrong=striking(order))  # fmt: skip
+        self.page(
+            "index.html",
+            "index.html",
+            Text("Textbook claims, measured", "八股，逐条实测"),
+            counts=counts,
+            wrong=striking(order),
+        )
         for chapter in self.chapters:
             self.page(f"chapters/{chapter.theme}.html", "chapter.html", chapter.title, CHAPTER, chapter=chapter)
         for i, entry in enumerate(order):
             beside = (order[i - 1] if i else None, order[i + 1] if i + 1 < len(order) else None)
-            self.page(f"labs/{entry.name}.html", "lab.html", entry.title, LAB, entry=entry, beside=beside,
-                      chapter=next(c for c in self.chapters if c.theme == entry.theme))  # fmt: skip
+            self.page(
+                f"labs/{entry.name}.html",
+                "lab.html",
+                entry.title,
+                LAB,
+                entry=entry,
+                beside=beside,
+                chapter=next(c for c in self.chapters if c.theme == entry.theme),
+            )
         self.page("wrong.html", "wrong.html", Text("Where the notes are wrong", "笔记错在哪里"), CHAPTER)
         self.page("week.html", "week.html", Text("A week with this book", "一周读完"), CHAPTER, days=week())
         self.page("questions.html", "questions.html", Text("What interviewers ask", "面试官会问什么"))

@@ -63,9 +63,13 @@ class Reply:
         """This reply with the record of both."""
         both = {k: sorted({*getattr(self, k), *getattr(other, k)}) for k in ("aten", "functions", "imports", "state")}
         return replace(
-            self, **both, largest=max(self.largest, other.largest), flops=self.flops + other.flops,
-            changed=self.changed or other.changed, view=self.view or other.view,
-        )  # fmt: skip
+            self,
+            **both,
+            largest=max(self.largest, other.largest),
+            flops=self.flops + other.flops,
+            changed=self.changed or other.changed,
+            view=self.view or other.view,
+        )
 
 
 class Answers:
@@ -155,18 +159,32 @@ class Answer:
             listed = ", ".join(self.names) or "no function or class"
             raise AnswerFault(f"{self.file}: it does not define {function} (found: {listed})", cause="name")
         return {
-            "function": function, "args": list(args), "kwargs": dict(kwargs or {}), "kind": kind,
-            "steps": [list(s) for s in steps], "seconds": seconds, "reuse": reuse, "rng": rng,
-            "draws": draws, "triton": self.triton,
-        }  # fmt: skip
+            "function": function,
+            "args": list(args),
+            "kwargs": dict(kwargs or {}),
+            "kind": kind,
+            "steps": [list(s) for s in steps],
+            "seconds": seconds,
+            "reuse": reuse,
+            "rng": rng,
+            "draws": draws,
+            "triton": self.triton,
+        }
 
     def _reply(self, said: Mapping[str, Any], *, changed: bool = False, sent: Sequence[int] = ()) -> Reply:
         state = [k for k, v in said["state"].items() if self.state.get(k) != v]
         return Reply(
-            value=said["value"], aten=said["aten"], functions=said["functions"], imports=said["imports"],
-            largest=said["largest"], flops=said["flops"], changed=changed, view=said["view"], state=state,
+            value=said["value"],
+            aten=said["aten"],
+            functions=said["functions"],
+            imports=said["imports"],
+            largest=said["largest"],
+            flops=said["flops"],
+            changed=changed,
+            view=said["view"],
+            state=state,
             sent=tuple(sent),
-        )  # fmt: skip
+        )
 
     def _ask(self, asked: Mapping[str, Any], seconds: float, where: str) -> dict[str, Any]:
         self.channel.settimeout(seconds + GRACE_S)

@@ -47,9 +47,14 @@ def note(drill: Drill, graded: Grade, source: str) -> None:
     progress = Progress.read()
     cause = graded.failures[0].cause if graded.failures else ""
     attempt = Attempt(
-        drill=drill.name, level=graded.level, letter=graded.letter, when=time.time(), cause=cause,
-        shown=drill.name in progress.shown, digest=digest_of(source),
-    )  # fmt: skip
+        drill=drill.name,
+        level=graded.level,
+        letter=graded.letter,
+        when=time.time(),
+        cause=cause,
+        shown=drill.name in progress.shown,
+        digest=digest_of(source),
+    )
     replace(progress, attempts=(*progress.attempts, attempt)).write()
 
 

@@ -100,22 +100,35 @@ class Drill:
         levels = ("torch", "triton", *(level for level in LEVELS[2:] if level in more.get("solutions", ())))
         stubs = {level: op_stub(name, doc, level, fixed) for level in levels}
         base: dict[str, Any] = {
-            "name": name, "op": name, "topic": "kernels", "difficulty": 3, "functions": ("forward",),
-            "title": Text(first, first), "task": Text(doc, doc), "stubs": stubs, "hints": GENERIC_HINTS,
-        }  # fmt: skip
+            "name": name,
+            "op": name,
+            "topic": "kernels",
+            "difficulty": 3,
+            "functions": ("forward",),
+            "title": Text(first, first),
+            "task": Text(doc, doc),
+            "stubs": stubs,
+            "hints": GENERIC_HINTS,
+        }
         if "task_zh" in more:
             base["task"] = Text(doc, f"{more.pop('task_zh')}\n\n{doc.partition(chr(10))[2].strip(chr(10))}")
         return cls(**(base | more))
 
 
 GENERIC_HINTS = (
-    Text("Write the formula for one row in fp32, then ask which rows and columns do not exist.",
-         "先在 fp32 里写出一行的公式，再问哪些行和列并不存在。"),
-    Text("Every load needs a mask, and the value outside of it must be neutral for the reduction that follows.",
-         "每次 load 都要 mask；mask 之外的值必须是后续归约的单位元。"),
-    Text("Run `bagu drill check`: the first failing case names its reason; start from the smallest one.",
-         "运行 `bagu drill check`：第一个失败的用例会说明原因；从最小的用例开始。"),
-)  # fmt: skip
+    Text(
+        "Write the formula for one row in fp32, then ask which rows and columns do not exist.",
+        "先在 fp32 里写出一行的公式，再问哪些行和列并不存在。",
+    ),
+    Text(
+        "Every load needs a mask, and the value outside of it must be neutral for the reduction that follows.",
+        "每次 load 都要 mask；mask 之外的值必须是后续归约的单位元。",
+    ),
+    Text(
+        "Run `bagu drill check`: the first failing case names its reason; start from the smallest one.",
+        "运行 `bagu drill check`：第一个失败的用例会说明原因；从最小的用例开始。",
+    ),
+)
 
 
 def op_stub(name: str, doc: str, level: str, fixed: Mapping[str, Any]) -> str:

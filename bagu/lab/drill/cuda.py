@@ -77,9 +77,15 @@ class CudaAnswer:
         self._ask({"source": source}, START_S, "while the file is compiled")
 
     def call(
-        self, function: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-        seconds: float = CALL_S, reuse: bool = False, **_: Any,
-    ) -> Reply:  # fmt: skip
+        self,
+        function: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        seconds: float = CALL_S,
+        reuse: bool = False,
+        **_: Any,
+    ) -> Reply:
         given = dict(kwargs or {})
         packed = {k: _packed(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         said = self._ask({"kwargs": packed, "reuse": reuse}, seconds, "in the kernel")

@@ -22,9 +22,13 @@ POINTERS = {"bool": "const unsigned char*", "int": "const long long*"}
 SCALARS = {"float": "float", "int": "long long"}
 MOST_BLOCKS, MOST_THREADS = 2**31 - 1, 1024
 ARITHMETIC: Mapping[type, Callable[..., int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 
 def parameter(part: str) -> str:
@@ -64,8 +68,10 @@ def launch(source: str, M: int, N: int) -> tuple[int, int]:
             f"`// launch: {found[0]}`: {error}", hint="blocks, threads: whole numbers, M and N"
         ) from None
     if not (0 < blocks <= MOST_BLOCKS and 0 < threads <= MOST_THREADS):
-        raise ArgumentError(f"`// launch: {found[0]}` is {blocks}, {threads} for M = {M}, N = {N}",
-                            hint=f"at least one of each, at most {MOST_THREADS} threads")  # fmt: skip
+        raise ArgumentError(
+            f"`// launch: {found[0]}` is {blocks}, {threads} for M = {M}, N = {N}",
+            hint=f"at least one of each, at most {MOST_THREADS} threads",
+        )
     return blocks, threads
 
 

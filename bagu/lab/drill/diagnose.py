@@ -54,7 +54,7 @@ CAUSES: Mapping[str, Text] = {
     "normalize": Text("the normalisation is another one", "归一化方式不同"),
     "padding": Text("padding or alignment is wrong", "填充或对齐有误"),
     "mass": Text("tokens outside of the kept set are drawn, or the law is another", "抽到保留集合之外的词，或分布不同"),
-}  # fmt: skip
+}
 
 Suspects = Mapping[str, Callable[[], Any]]
 

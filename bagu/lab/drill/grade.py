@@ -94,9 +94,16 @@ def trials_of(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
 
 
 def grade(
-    drill: Drill, source: str, level: str, *, file: str = "answer.py", seed: int | None = None,
-    answers: Answers | None = None, stop: bool = False, gate: bool = False,
-) -> Grade:  # fmt: skip
+    drill: Drill,
+    source: str,
+    level: str,
+    *,
+    file: str = "answer.py",
+    seed: int | None = None,
+    answers: Answers | None = None,
+    stop: bool = False,
+    gate: bool = False,
+) -> Grade:
     """Grade an answer's source. With `stop`, only up to the first failure. `gate` also compiles Triton kernels."""
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
     began, cpu = time.monotonic(), _cpu()
@@ -113,9 +120,16 @@ def grade(
         isolation = host.isolation
     letter = "A" if not failures else "D" if all(f.edge for f in failures) else "E"
     made = Grade(
-        drill=drill.name, level=level, letter=letter, passed=passed, failures=failures, seed=seed,
-        seconds=time.monotonic() - began, cpu_seconds=_cpu() - cpu, isolation=isolation,
-    )  # fmt: skip
+        drill=drill.name,
+        level=level,
+        letter=letter,
+        passed=passed,
+        failures=failures,
+        seed=seed,
+        seconds=time.monotonic() - began,
+        cpu_seconds=_cpu() - cpu,
+        isolation=isolation,
+    )
     return gated(drill, source, file, made) if gate and in_triton(level) and not failures else made
 
 
@@ -136,9 +150,7 @@ def failed(
     """What is wrong with one trial of an answer. `opened` are its processes; after a fault new ones are started."""
 
     def failure(message: str, cause: str, *, raised: bool = False) -> Failure:
-        return Failure(
-            trial=trial.name, why=trial.why, message=message, cause=cause, edge=trial.edge, raised=raised
-        )  # fmt: skip
+        return Failure(trial=trial.name, why=trial.why, message=message, cause=cause, edge=trial.edge, raised=raised)
 
     try:
         while len(opened) < max(1, trial.ranks):

@@ -72,9 +72,11 @@ def in_launcher(node: ast.AST, function: ast.AST) -> Iterator[tuple[str, str]]:
 
 def calls_stride(node: ast.AST) -> bool:
     return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "stride"
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "stride"
         and bool(node.args)
-    )  # fmt: skip
+    )
 
 
 def mutants(source: str) -> Iterator[tuple[str, str]]:

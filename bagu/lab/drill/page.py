@@ -37,9 +37,10 @@ def render(progress: Progress, language: str, now: float) -> str:
     due = [n for n in drills if progress.is_due(n, now)]
     causes = Counter(a.cause for a in progress.attempts if a.cause)
     boxes = (
-        (say("solved", "已解决"), f"{len(solved)} / {len(drills)}"), (say("due today", "今日复习"), str(len(due))),
+        (say("solved", "已解决"), f"{len(solved)} / {len(drills)}"),
+        (say("due today", "今日复习"), str(len(due))),
         (say("checks", "评分次数"), str(len(progress.attempts))),
-    )  # fmt: skip
+    )
     cards = "".join(f'<div class="card"><b>{value}</b><span>{name}</span></div>' for name, value in boxes)
     mistakes = "".join(
         f"<tr><td>{escape(CAUSES[c](language))}</td><td>{n}</td></tr>" for c, n in causes.most_common(8) if c in CAUSES
@@ -79,8 +80,9 @@ def _topic(progress: Progress, topic: str, language: str, now: float) -> str:
         tries = sum(a.drill == drill.name for a in progress.attempts)
         history = "".join(
             f'<i style="background:{COLOURS[a.letter]}" title="{a.letter} {day(a.when)}"></i>'
-            for a in progress.attempts if a.drill == drill.name
-        )  # fmt: skip
+            for a in progress.attempts
+            if a.drill == drill.name
+        )
         rows.append(
             f"<tr><td>{mark}</td><td><b>{escape(drill.name)}</b><br><small>{escape(drill.title(language))}</small></td>"
             f"<td class='dots'>{'●' * drill.difficulty}</td><td class='history'>{history}</td><td>{tries or ''}</td>"

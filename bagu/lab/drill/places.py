@@ -165,5 +165,7 @@ def _ring(answer: ModuleType) -> Place:
 
 
 PLACES: dict[str, Callable[[ModuleType], Place]] = {
-    "sampling": _sampler, "bpe": _tokenizer, "ring_all_reduce": _ring,
-}  # fmt: skip
+    "sampling": _sampler,
+    "bpe": _tokenizer,
+    "ring_all_reduce": _ring,
+}

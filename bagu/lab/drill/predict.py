@@ -51,14 +51,16 @@ def _generator(rng: Random) -> Puzzle:
     from bagu.machine.sandbox import Sandbox
 
     a, b, c = (rng.randint(1, 9) for _ in range(3))
-    body = rng.choice((
-        f"def inner():\n    yield {a}\n    return {b}\n\ndef outer():\n    got = yield from inner()\n    yield got + {c}\n\nprint(list(outer()))",
-        f"def count(n):\n    while True:\n        sent = yield n\n        n = n + 1 if sent is None else sent\n\ng = count({a})\nprint(next(g), g.send({b}), next(g))",
-        f"def f():\n    try:\n        yield {a}\n        yield {b}\n    finally:\n        print('end')\n\ng = f()\nprint(next(g))\ng.close()\nprint(list(g))",
-        f"def f(n):\n    if n:\n        yield n\n        yield from f(n - 1)\n    return {b}\n\nprint(sum(f({a})), list(f(0)))",
-        f"def f():\n    print('start')\n    yield {a}\n\ng = f()\nprint('made')\nprint(next(g))\nprint(next(g, {c}))",
-        f"g = (x * {a} for x in range({b}) if x % 2)\nprint({a} in g)\nprint(list(g))",
-    ))  # fmt: skip
+    body = rng.choice(
+        (
+            f"def inner():\n    yield {a}\n    return {b}\n\ndef outer():\n    got = yield from inner()\n    yield got + {c}\n\nprint(list(outer()))",
+            f"def count(n):\n    while True:\n        sent = yield n\n        n = n + 1 if sent is None else sent\n\ng = count({a})\nprint(next(g), g.send({b}), next(g))",
+            f"def f():\n    try:\n        yield {a}\n        yield {b}\n    finally:\n        print('end')\n\ng = f()\nprint(next(g))\ng.close()\nprint(list(g))",
+            f"def f(n):\n    if n:\n        yield n\n        yield from f(n - 1)\n    return {b}\n\nprint(sum(f({a})), list(f(0)))",
+            f"def f():\n    print('start')\n    yield {a}\n\ng = f()\nprint('made')\nprint(next(g))\nprint(next(g, {c}))",
+            f"g = (x * {a} for x in range({b}) if x % 2)\nprint({a} in g)\nprint(list(g))",
+        )
+    )
     with Sandbox(workers=1) as sandbox:
         said = sandbox.run(body).stdout.strip()
     return Puzzle(question=Text(f"{body}\n\nWhat is printed?", f"{body}\n\n输出是什么？"), answer=said)

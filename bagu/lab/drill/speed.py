@@ -112,9 +112,14 @@ def calls(fn: Callable[..., Any], sets: list[dict[str, Any]], device: str) -> Ca
 
 
 def time_answer(
-    drill: Drill, file: Path, *, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
-    ceilings: Ceilings | None = None, cases: list[Case] | None = None,
-) -> Iterator[Timed]:  # fmt: skip
+    drill: Drill,
+    file: Path,
+    *,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    ceilings: Ceilings | None = None,
+    cases: list[Case] | None = None,
+) -> Iterator[Timed]:
     """Time an answer at the bench cases of its op."""
     spec = reduced(drill)
     known = ceilings or measure_ceilings(device, quick=True)
@@ -131,10 +136,13 @@ def time_answer(
         cost = spec.cost(dims, sets[0][spec.sig.tensors[0].name].itemsize)
         written = sum(t.nbytes for t in got)
         yield Timed(
-            case=case.name, answer_s=answer_s, bagu_s=slope(own), torch_s=slope(plain),
+            case=case.name,
+            answer_s=answer_s,
+            bagu_s=slope(own),
+            torch_s=slope(plain),
             floor_s=floor(cost, known).seconds,
             fault=is_fault(cost, written=written, seconds=answer_s, ceilings=known),
-        )  # fmt: skip
+        )
 
 
 def _own(spec: OpSpec, device: str) -> Callable[..., Any]:

@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from bagu.lab.drill.grade import Grade
 
 TOPIC_NAMES = {
-    "kernels": Text("kernels", "算子"), "model": Text("model", "模型"), "decoding": Text("decoding", "解码"),
-    "data": Text("data", "数据"), "evaluation": Text("evaluation", "评测"), "parallel": Text("parallel", "并行"),
-    "training": Text("training", "训练"), "serving": Text("serving", "推理服务"), "basics": Text("basics", "基础"),
-}  # fmt: skip
+    "kernels": Text("kernels", "算子"),
+    "model": Text("model", "模型"),
+    "decoding": Text("decoding", "解码"),
+    "data": Text("data", "数据"),
+    "evaluation": Text("evaluation", "评测"),
+    "parallel": Text("parallel", "并行"),
+    "training": Text("training", "训练"),
+    "serving": Text("serving", "推理服务"),
+    "basics": Text("basics", "基础"),
+}
 LETTERS = {
     "A": Text("every trial is right", "全部正确"),
     "B": Text("every trial is right, it compiles clean; speed: `bagu drill time`", "全部正确，kernel 编译无瑕疵"),
     "C": Text("every trial is right; the compiler finds fault with the kernel", "全部正确；编译器对 kernel 有意见"),
     "D": Text("only edge cases are wrong", "只有边界情况出错"),
     "E": Text("wrong", "错误"),
-}  # fmt: skip
+}
 
 
 def listing(language: str, *, every: bool = False) -> Iterator[str]:

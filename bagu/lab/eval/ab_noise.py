@@ -90,9 +90,13 @@ def run(setting: Setting) -> Iterator[Row]:
         needed = requests_needed(cv, difference or min(DIFFERENCES))
         fixed, peeking = found_shares(pool, difference, needed, tests, seed)
         yield {
-            "difference_percent": 100 * difference, "requests": needed, "cv_percent": 100 * cv, "tests": tests,
-            "found_fixed_percent": fixed, "found_peeking_percent": peeking,
-        }  # fmt: skip
+            "difference_percent": 100 * difference,
+            "requests": needed,
+            "cv_percent": 100 * cv,
+            "tests": tests,
+            "found_fixed_percent": fixed,
+            "found_peeking_percent": peeking,
+        }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:

@@ -60,9 +60,12 @@ def keyword(library: Library) -> Task:
                     indent = lines[at][: -len(lines[at].lstrip())]
                     if before.isascii():
                         yield Item(
-                            id=f"{module.id}:{at + 1}", prompt=before[before.find("\n") + 1 :], answer=answer,
-                            choices=tuple(indent + w for w in WORDS), cluster=module.id,
-                        )  # fmt: skip
+                            id=f"{module.id}:{at + 1}",
+                            prompt=before[before.find("\n") + 1 :],
+                            answer=answer,
+                            choices=tuple(indent + w for w in WORDS),
+                            cluster=module.id,
+                        )
 
     def balanced() -> list[Item]:
         found = in_fair_order(items())

@@ -47,9 +47,13 @@ CHARACTERS = 256  # the `max_len` of the tasks: prompts and choices of at most 1
 ITEMS, RESAMPLES = 300, 4000
 NEGLIGIBLE = 0.1  # of Kendall's tau: a twentieth of the way from reversed to equal rankings
 CHINESE = {
-    "over raw": "与 raw 之差", " to ": " 至 ", "no better": "不更好", "not decided": "未定", "better": "更好",
+    "over raw": "与 raw 之差",
+    " to ": " 至 ",
+    "no better": "不更好",
+    "not decided": "未定",
+    "better": "更好",
     "worse": "更差",
-}  # fmt: skip
+}
 CHANCE = 25.0  # percent: both tasks have four choices
 
 

@@ -39,8 +39,10 @@ def measured(points: Sequence[tuple[str, int]]) -> Iterator[Row]:
         right = float(y.double().sum()) == blocks * 512 * ROUNDS  # below 2^24 in each bin fp32 counts exactly
         seconds = measure(
             lambda way=way, bins=bins: kernels(way, blocks, 512, y, bins - 1, ROUNDS),  # type: ignore[misc]
-            "cuda", flush_l2=False, seconds=0.03,
-        ).median_s  # fmt: skip
+            "cuda",
+            flush_l2=False,
+            seconds=0.03,
+        ).median_s
         yield {"way": way, "bins": bins, "adds_per_s": blocks * 512 * ROUNDS / seconds, "right": right}
 
 

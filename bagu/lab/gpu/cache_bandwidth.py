@@ -38,8 +38,10 @@ def on_gpu(sizes: Sequence[int]) -> Iterator[Row]:
         rounds = max(4, TOTAL // (blocks * threads * 16) // 4 * 4)
         seconds = measure(
             lambda x=x, rounds=rounds: kernels("read_all", blocks, threads, x, y, x.numel() // 4 - 1, rounds),  # type: ignore[misc]
-            "cuda", flush_l2=False, seconds=0.1,
-        ).median_s  # fmt: skip
+            "cuda",
+            flush_l2=False,
+            seconds=0.1,
+        ).median_s
         yield {"size_bytes": size, "gb_per_s": blocks * threads * rounds * 16 / seconds / 1e9}
 
 

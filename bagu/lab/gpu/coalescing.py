@@ -29,8 +29,9 @@ def on_gpu(points: Sequence[tuple[int, int]]) -> Iterator[Row]:
     for stride, offset in points:
         seconds = measure(
             lambda stride=stride, offset=offset: kernels("strided", READS // 1024, 256, x, y, stride, offset),  # type: ignore[misc]
-            "cuda", seconds=0.1,
-        ).median_s  # fmt: skip
+            "cuda",
+            seconds=0.1,
+        ).median_s
         yield {"stride": stride, "offset": offset, "gb_per_s": 4 * READS / seconds / 1e9}
 
 

@@ -52,8 +52,10 @@ def measured(setting: Setting) -> Iterator[Row]:
     for way, name in setting.track(list(WAYS.items())):
         seconds = measure(
             lambda name=name: kernels(name, blocks, 1024, y, ROUNDS, 0.999, -0.5),  # type: ignore[misc]
-            "cuda", flush_l2=False, seconds=0.03 if setting.quick else 0.2,
-        ).median_s  # fmt: skip
+            "cuda",
+            flush_l2=False,
+            seconds=0.03 if setting.quick else 0.2,
+        ).median_s
         yield {"way": way, "per_s": 4.0 * ROUNDS * 1024 * blocks / seconds, "multiprocessors": multiprocessors()}
 
 

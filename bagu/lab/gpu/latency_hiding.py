@@ -47,8 +47,10 @@ def on_gpu(points: Sequence[tuple[int, int]]) -> Iterator[Row]:
     for warps, count in points:
         seconds = measure(
             lambda warps=warps, count=count: kernels(f"fma_{count}", sms, 32 * warps, y, ROUNDS),  # type: ignore[misc]
-            "cuda", flush_l2=False, seconds=0.03,
-        ).median_s  # fmt: skip
+            "cuda",
+            flush_l2=False,
+            seconds=0.03,
+        ).median_s
         yield {"warps": warps, "chains": count, "gflops": 2 * count * ROUNDS * 32 * warps * sms / seconds / 1e9}
 
 

@@ -43,8 +43,14 @@ SOFTMAX, CONVOLUTION = "softmax backward", "convolution"
 # registers of a thread for indices, masks and scalars, from one compiled setting of each kernel
 BASE = {SOFTMAX: 16, CONVOLUTION: 56}
 ROWS = Case("rows_8k", "scores of an 8k context", M=16384, N=8192)
-IMAGES = Case("strided", "a stride, so that TMA is not used", image=(32, 56, 56, 256), kernel=(256, 3, 3), pad=(1, 1),
-              stride=(2, 2))  # fmt: skip
+IMAGES = Case(
+    "strided",
+    "a stride, so that TMA is not used",
+    image=(32, 56, 56, 256),
+    kernel=(256, 3, 3),
+    pad=(1, 1),
+    stride=(2, 2),
+)
 PIXELS_OUT = IMAGES["image"][0] * 28 * 28
 POINTERS = "pointer_kernel"
 ROUNDS = 5

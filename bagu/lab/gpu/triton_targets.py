@@ -7,9 +7,13 @@ from bagu.lab.core import Claim, Row, Setting, Verdict, names_in, number, where
 from bagu.lab.plot import Bars, Panel
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
-    "NVIDIA A100": ("cuda", 80, 32), "NVIDIA H100": ("cuda", 90, 32), "NVIDIA B200": ("cuda", 100, 32),
-    "AMD MI300X": ("hip", "gfx942", 64), "AMD MI350": ("hip", "gfx950", 64), "AMD RX 7900": ("hip", "gfx1100", 32),
-}  # fmt: skip
+    "NVIDIA A100": ("cuda", 80, 32),
+    "NVIDIA H100": ("cuda", 90, 32),
+    "NVIDIA B200": ("cuda", 100, 32),
+    "AMD MI300X": ("hip", "gfx942", 64),
+    "AMD MI350": ("hip", "gfx950", 64),
+    "AMD RX 7900": ("hip", "gfx1100", 32),
+}
 
 
 def compiled(kernel: str, target: tuple[str, int | str, int]) -> str:

@@ -33,9 +33,15 @@ CONTEXT, ROWS = 128, 8
 SMALL = tiny(VOCAB, 64, heads=8, ffn=176, max_len=CONTEXT, tie_embeddings=True)
 LARGE_NAME, LARGE_CONTEXT = "Llama 3 8B", 131072
 LARGE = ModelConfig(  # with MHA for comparison; the real model has GQA
-    vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
-    intermediate_size=14336, max_len=LARGE_CONTEXT,
-)  # fmt: skip
+    vocab_size=128256,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=14336,
+    max_len=LARGE_CONTEXT,
+)
 MHA, FEWER, NONE = "MHA", "fewer heads", "itself only"
 CLAIMED = ("GQA", "MQA", "MLA")
 CONTROLS = (FEWER, NONE)
@@ -68,8 +74,10 @@ def run(setting: Setting) -> list[Row]:
     quick = setting.quick
     text = read_bytes(every=16 if quick else 4)
     seeds, steps = ((1, 2), 2) if quick else ((1, 2, 3, 4, 5), 200)
-    points = [partial(trained, name, config, seed, steps, text, setting)
-              for seed, (name, config) in product(seeds, kinds(SMALL).items())]  # fmt: skip
+    points = [
+        partial(trained, name, config, seed, steps, text, setting)
+        for seed, (name, config) in product(seeds, kinds(SMALL).items())
+    ]
     sizes = [sized(name, config) for name, config in kinds(LARGE).items()]
     return sizes + [point() for point in setting.track(points)]
 

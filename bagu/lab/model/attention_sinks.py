@@ -56,8 +56,12 @@ def run(setting: Setting) -> Iterator[Row]:
         share = torch.stack(weights).mean(0)  # of the last token's weights, over layers and heads
         for way, loss in ways.items():
             yield {**size, "part": "loss", "way": way, "val_loss_nats": loss.mean().item()}
-        yield {**size, "part": "weight", "first_percent": 100 * share[:CLAIMED].sum().item(),
-               "equal_percent": 100 * CLAIMED / length}  # fmt: skip
+        yield {
+            **size,
+            "part": "weight",
+            "first_percent": 100 * share[:CLAIMED].sum().item(),
+            "equal_percent": 100 * CLAIMED / length,
+        }
 
 
 def seeing(model: Transformer, window: int, first: int, weights: list[torch.Tensor] | None = None) -> ExitStack:
@@ -72,9 +76,16 @@ def seeing(model: Transformer, window: int, first: int, weights: list[torch.Tens
 
 
 def masked(
-    softmax: Softmax, window: int, first: int, weights: list[torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor,
-    v: torch.Tensor, context: Context, **_: Any,
-) -> torch.Tensor:  # fmt: skip
+    softmax: Softmax,
+    window: int,
+    first: int,
+    weights: list[torch.Tensor] | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: Context,
+    **_: Any,
+) -> torch.Tensor:
     T = context.max_len
     q, k, v = (x.unflatten(0, (-1, T)).transpose(1, 2) for x in (q, k, v))  # [N, H, T, D]
     at = torch.arange(T, device=q.device)
@@ -102,9 +113,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "与重新计算的 {w} token 窗口相比的损失：全部 token {all}，丢掉最初 token 的窗口 {window}，保留最初 {n} 个 "
         "{kept}。稠密注意力中，{length:.0f} 个 token 里最初 {n} 个得到末尾 token {heavy:.0f} % 的权重，均分则为 "
         "{equal:.0f} %。",
-        w=WINDOW, all=found["all"], window=window, n=CLAIMED, kept=kept, length=100 * CLAIMED / equal, heavy=heavy,
+        w=WINDOW,
+        all=found["all"],
+        window=window,
+        n=CLAIMED,
+        kept=kept,
+        length=100 * CLAIMED / equal,
+        heavy=heavy,
         equal=equal,
-    )  # fmt: skip
+    )
     return settled(said, [(window, BREAKS), *([(kept, MENDED)] if window.low > BREAKS else [])])
 
 

@@ -57,11 +57,15 @@ def run(setting: Setting) -> Iterator[Row]:
                 reader = Transformer(dense if way == "dense" else read_as(dense, top, near), device=setting.device)
                 reader.load_state_dict(model.state_dict())
                 yield {
-                    "name": name, "way": way, "top": top if way != "nearest" else near - 1, "seed": seed,
-                    "steps": steps, "parameters": sum(p.numel() for p in model.parameters()),
+                    "name": name,
+                    "way": way,
+                    "top": top if way != "nearest" else near - 1,
+                    "seed": seed,
+                    "steps": steps,
+                    "parameters": sum(p.numel() for p in model.parameters()),
                     "read_percent": 100.0 if way == "dense" else 100 * share(top, near, length),
                     "val_loss_nats": losses(reader, pieces)[:, length // 2 :].mean().item(),
-                }  # fmt: skip
+                }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -75,9 +79,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "dense and read sparse {chosen} (as many nearest blocks {near}), trained sparse {trained}.",
         "选 {top} 块时，一个 query 读 {percent:.0f} % 的 key。与稠密注意力相比的损失：稠密训练、稀疏读取 {chosen}"
         "（同样多的最近块 {near}），稀疏训练 {trained}。",
-        top=TRAINED_TOP, percent=number(where(rows, name=name)[0], "read_percent"), chosen=chosen, trained=trained,
+        top=TRAINED_TOP,
+        percent=number(where(rows, name=name)[0], "read_percent"),
+        chosen=chosen,
+        trained=trained,
         near=found[f"nearest {TRAINED_TOP}"],
-    )  # fmt: skip
+    )
     return settled(said, [(chosen, MARGIN), (trained, MARGIN)])
 
 

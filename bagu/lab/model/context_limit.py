@@ -72,10 +72,16 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     cases = [(row, n) for row in rows for n in STREAMS]
     found = {limit: [case for case in cases if first(*case) == limit] for limit in LIMITS}
     told = [
-        say("{limit} in {n} (from {least:,.0f} tokens on)", "{limit} {n} 种（最短 {least:,.0f} token）", n=len(own),
-            limit=Text(limit, LIMITS[limit]), least=min(limits(*case)[limit] for case in own))
-        for limit, own in found.items() if own
-    ]  # fmt: skip
+        say(
+            "{limit} in {n} (from {least:,.0f} tokens on)",
+            "{limit} {n} 种（最短 {least:,.0f} token）",
+            n=len(own),
+            limit=Text(limit, LIMITS[limit]),
+            least=min(limits(*case)[limit] for case in own),
+        )
+        for limit, own in found.items()
+        if own
+    ]
     return Verdict.say(
         share_met(first(row, n) == "time" for row, n in cases),
         "With {seconds} s for a prompt the first limit of {cases} combinations of model, GPU and streams is {told}. "
@@ -83,18 +89,22 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "tokens.",
         "提示限时 {seconds} 秒，{cases} 种模型、GPU 与并发路数的组合中最先到达的限制：{told}。时间最先的是：{where}。"
         "若存下分数（没有算子需要），只到 {least:,.0f} 至 {most:,.0f} token。",
-        seconds=PATIENCE, cases=len(cases), told=listed(told),
+        seconds=PATIENCE,
+        cases=len(cases),
+        told=listed(told),
         where=listed([f"{r['model']}, {r['gpu']} × {n}" for r, n in found["time"]] or [Text("none", "无")], "; ", "；"),
-        least=min(number(r, "scores_tokens") for r in rows), most=max(number(r, "scores_tokens") for r in rows),
-    )  # fmt: skip
+        least=min(number(r, "scores_tokens") for r in rows),
+        most=max(number(r, "scores_tokens") for r in rows),
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:
     keys = {
-        "time of the prompt": "time_tokens", "positions": "positions_tokens",
+        "time of the prompt": "time_tokens",
+        "positions": "positions_tokens",
         **{f"KV bytes, {n} stream{'s' * (n > 1)}": f"kv_bytes_{n}_tokens" for n in STREAMS},
         "if scores were stored": "scores_tokens",
-    }  # fmt: skip
+    }
     panels = []
     for gpu in names_in(rows, "gpu"):
         own = [row for row in rows if row["gpu"] == gpu]

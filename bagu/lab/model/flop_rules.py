@@ -39,19 +39,31 @@ def gpt(width: int, layers: int, vocab_size: int = 50257) -> ModelConfig:
 
 def llama3(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=128256, hidden_size=width, num_layers=layers, num_heads=heads, num_kv_heads=8, head_dim=128,
-        intermediate_size=ffn, max_len=8192,
-    )  # fmt: skip
+        vocab_size=128256,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=ffn,
+        max_len=8192,
+    )
 
 
 def models() -> dict[str, ModelConfig]:
     """From a laptop-sized model to the largest, all with RoPE, so that any context is possible."""
     deepseek = ModelConfig(
-        vocab_size=129280, hidden_size=7168, num_layers=61, num_heads=128, num_kv_heads=128, head_dim=192,
-        intermediate_size=18432, max_len=4096,
+        vocab_size=129280,
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=192,
+        intermediate_size=18432,
+        max_len=4096,
         mla=MLAConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
         moe=MoEConfig(num_experts=256, top_k=8, expert_size=2048, num_shared=1, dense_layers=(0, 1, 2)),
-    )  # fmt: skip
+    )
     return {
         "bagu small 6M": preset("cpu_6m"),
         "GPT-2 124M": gpt(768, 12),

@@ -78,8 +78,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "spread of {spread:.1f} and a bias of {bias:.2f} of the true gradient's length.",
         "温度 {tau} 时最大系数平均 {sharp:.2f}，梯度的离散是温度 1 时的 {growth:.1f} 倍。温度 1 的硬采样就是精确的 "
         "0/1，离散 {spread:.1f}，偏差 {bias:.2f}（以真实梯度的长度计）。",
-        tau=min(TAUS), sharp=sharp, growth=growth, spread=number(hard, "spread"), bias=number(hard, "bias"),
-    )  # fmt: skip
+        tau=min(TAUS),
+        sharp=sharp,
+        growth=growth,
+        spread=number(hard, "spread"),
+        bias=number(hard, "bias"),
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -36,9 +36,14 @@ def run(setting: Setting) -> Iterator[Row]:
         found += [(seed, best, trained(text, placement, depth, best, seed, steps, setting)) for seed in seeds]
         for seed, rate, loss in found:
             yield {
-                "part": "chosen" if seed else "rate", "kind": placement, "layers": depth, "rate": rate, "seed": seed,
-                "steps": steps, "val_loss_nats": loss,
-            }  # fmt: skip
+                "part": "chosen" if seed else "rate",
+                "kind": placement,
+                "layers": depth,
+                "rate": rate,
+                "seed": seed,
+                "steps": steps,
+                "val_loss_nats": loss,
+            }
 
 
 def trained(
@@ -63,17 +68,23 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     found = {d: against(where(chosen, layers=d), "pre") for d in numbers_in(chosen, "layers")}
     rates = {(str(r["kind"]), r["layers"]): number(r, "rate") for r in chosen}
     told = [
-        say("{d:.0f} layers: post {post} (rate {rate:g}; pre {pre:g}), sandwich {sandwich}",
+        say(
+            "{d:.0f} layers: post {post} (rate {rate:g}; pre {pre:g}), sandwich {sandwich}",
             "{d:.0f} 层：post {post}（学习率 {rate:g}；pre {pre:g}），sandwich {sandwich}",
-            d=d, post=each["post"], sandwich=each["sandwich"], rate=rates["post", d], pre=rates["pre", d])
+            d=d,
+            post=each["post"],
+            sandwich=each["sandwich"],
+            rate=rates["post", d],
+            pre=rates["pre", d],
+        )
         for d, each in found.items()
-    ]  # fmt: skip
+    ]
     said = Verdict.say(
         share_met(each["post"].high <= 0 for each in found.values()),
         "Final loss against pre-norm, each with its best learning rate. {told}.",
         "各取最佳学习率，最终损失与 pre-norm 相比。{told}。",
         told=listed(told, "; ", "；"),
-    )  # fmt: skip
+    )
     return settled(said, [(each["post"], 0.0) for each in found.values()])
 
 

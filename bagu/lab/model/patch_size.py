@@ -36,9 +36,14 @@ def run(setting: Setting) -> Iterator[Row]:
         found = names_found(seeing, 20 if setting.quick else None)
         size = sum(p.numel() for p in seeing.model.parameters())
         yield {
-            "patch_pixels": patch, "seed": seed, "tokens": (SIDE // patch) ** 2, "cpu_s": spent, "found_share": found,
-            "steps": seeing.run.train.steps, "parameters": size,
-        }  # fmt: skip
+            "patch_pixels": patch,
+            "seed": seed,
+            "tokens": (SIDE // patch) ** 2,
+            "cpu_s": spent,
+            "found_share": found,
+            "steps": seeing.run.train.steps,
+            "parameters": size,
+        }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:

@@ -62,9 +62,15 @@ def run(setting: Setting) -> Iterator[Row]:
 
 def trained(text: LibraryBytes, kind: str, seed: int, steps: int, setting: Setting) -> dict[str, Any]:
     config = tiny(
-        VOCAB, HEADS * HEAD_DIM, heads=HEADS, ffn=176, max_len=CONTEXT, attention="linear", positions=POSITIONS[kind],
+        VOCAB,
+        HEADS * HEAD_DIM,
+        heads=HEADS,
+        ffn=176,
+        max_len=CONTEXT,
+        attention="linear",
+        positions=POSITIONS[kind],
         tie_embeddings=True,
-    )  # fmt: skip
+    )
     data = rows_of(CONTEXT, ROWS, seed)
     model = new(config, seed, setting.device)
     for block in model.blocks if kind == DECAY else ():
@@ -115,9 +121,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "{few:.0f} % of their sums, which is why the divisor is not rotated.",
         "线性注意力的损失，与无位置编码相比：RoPE {rope}，随距离衰减 {decay}，正弦 {sinusoidal}。旋转之后，{dim} "
         "维的头有 {many:.0f} % 的权重为负；{small} 维的头连和也有 {few:.0f} % 为负，所以分母不旋转。",
-        rope=rope, decay=decay, sinusoidal=found["sinusoidal"], many=number(many, "negative_weights_percent"),
-        few=number(few, "negative_sums_percent"), dim=HEAD_DIM, small=HEAD_DIMS[1],
-    )  # fmt: skip
+        rope=rope,
+        decay=decay,
+        sinusoidal=found["sinusoidal"],
+        many=number(many, "negative_weights_percent"),
+        few=number(few, "negative_sums_percent"),
+        dim=HEAD_DIM,
+        small=HEAD_DIMS[1],
+    )
     return settled(said, [(rope, -MARGIN), (decay, -MARGIN)])
 
 

@@ -36,25 +36,34 @@ def run(setting: Setting) -> Iterator[Row]:
         model = train_on_bytes(config, text.train, data, steps=steps, seed=seed, device=setting.device).eval()
         batches = partial(evaluation_batches, text.held, data, limit=2 if quick else 60)
         yield {
-            "kind": kind, "width": width, "seed": seed, "steps": steps, "features": config.intermediate_size,
+            "kind": kind,
+            "width": width,
+            "seed": seed,
+            "steps": steps,
+            "features": config.intermediate_size,
             "parameters": count.parameters(config).total,
             "val_loss_nats": held_out_loss(batches)(model)["val_loss_nats"],
-        }  # fmt: skip
+        }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
     """Held if SwiGLU's loss is below GELU's by the margin at every width."""
     found = {w: against(where(rows, width=w), "gelu") for w in numbers_in(rows, "width")}
     told = [
-        say("width {w:.0f}: SwiGLU {swiglu}, GEGLU {geglu}, squared ReLU {relu2}",
-            "宽 {w:.0f}：SwiGLU {swiglu}，GEGLU {geglu}，平方 ReLU {relu2}", w=w, **each)
+        say(
+            "width {w:.0f}: SwiGLU {swiglu}, GEGLU {geglu}, squared ReLU {relu2}",
+            "宽 {w:.0f}：SwiGLU {swiglu}，GEGLU {geglu}，平方 ReLU {relu2}",
+            w=w,
+            **each,
+        )
         for w, each in found.items()
-    ]  # fmt: skip
+    ]
     said = Verdict.say(
         share_met(each["swiglu"].high <= -MARGIN for each in found.values()),
-        "Loss against GELU at equal parameters. {told}.", "参数量相同时与 GELU 相比的损失。{told}。",
+        "Loss against GELU at equal parameters. {told}.",
+        "参数量相同时与 GELU 相比的损失。{told}。",
         told=listed(told, "; ", "；"),
-    )  # fmt: skip
+    )
     return settled(said, [(each["swiglu"], -MARGIN) for each in found.values()])
 
 

@@ -58,10 +58,17 @@ def relay(setting: Setting, layers: int, seed: int, steps: int) -> list[Row]:
     share = right(model, ids, torch.where(ids < VALUES, IGNORE, targets)).mean(0)
     known = [(float(s) - 1 / VALUES) / (1 - 1 / VALUES) for s in share[1:]]
     return [
-        {"task": "relay", "layers": layers, "seed": seed, "steps": steps,
-         "parameters": count.parameters(config).total, "distance_tokens": d, "known": k}
+        {
+            "task": "relay",
+            "layers": layers,
+            "seed": seed,
+            "steps": steps,
+            "parameters": count.parameters(config).total,
+            "distance_tokens": d,
+            "known": k,
+        }
         for d, k in enumerate(known, 1)
-    ]  # fmt: skip
+    ]
 
 
 def read(text: LibraryBytes, pieces: torch.Tensor, steps: int, setting: Setting, layers: int, seed: int) -> list[Row]:
@@ -72,11 +79,18 @@ def read(text: LibraryBytes, pieces: torch.Tensor, steps: int, setting: Setting,
     found = {c: losses(model, pieces[:, -c - 1 :])[:, -1].mean().item() for c in CONTEXTS}
     whole = found[LENGTH]
     return [
-        {"task": "text", "layers": layers, "seed": seed, "steps": steps,
-         "parameters": count.parameters(config).total, "distance_tokens": c,
-         "gain_left_percent": 100 * (loss / whole - 1), "loss_nats": loss}
+        {
+            "task": "text",
+            "layers": layers,
+            "seed": seed,
+            "steps": steps,
+            "parameters": count.parameters(config).total,
+            "distance_tokens": c,
+            "gain_left_percent": 100 * (loss / whole - 1),
+            "loss_nats": loss,
+        }
         for c, loss in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def reach(rows: Sequence[Row], task: str, layers: float) -> float:
@@ -99,17 +113,23 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     depths = [d for d in numbers_in(rows, "layers") if d > 1]
     shares = {t: [reach(rows, t, d) / bound(d) for d in depths] for t in names_in(rows, "task")}
     told = [
-        say("{d:.0f} layers: at most {most:.0f}, relay {relay:.0f}, text {text:.0f}",
+        say(
+            "{d:.0f} layers: at most {most:.0f}, relay {relay:.0f}, text {text:.0f}",
             "{d:.0f} 层：至多 {most:.0f}，传递 {relay:.0f}，文本 {text:.0f}",
-            d=d, most=bound(d), relay=reach(rows, "relay", d), text=reach(rows, "text", d))
+            d=d,
+            most=bound(d),
+            relay=reach(rows, "relay", d),
+            text=reach(rows, "text", d),
+        )
         for d in depths
-    ]  # fmt: skip
+    ]
     said = Verdict.say(
         share_met(min(own) >= REACHED for own in shares.values()),
         "Windows of {w}, tokens back that count. {told}.",
         "窗口 {w}，起作用的最远距离（token）。{told}。",
-        w=WINDOW, told=listed(told, "; ", "；"),
-    )  # fmt: skip
+        w=WINDOW,
+        told=listed(told, "; ", "；"),
+    )
     if all(reach(rows, "relay", d) >= WINDOW - 1 for d in depths):
         return said
     return said.undecided(
@@ -131,10 +151,13 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [
         Panel([*bounds, *(mean("relay", d, "known") for d in depths)], "Relay a value", x, "share known beyond chance"),
         Panel(
-            [*bounds, *(mean("text", d, "gain_left_percent") for d in depths)], "Text",
-            "text before the byte, tokens", "loss above that of all text, %", ylim=(-1, 30),
+            [*bounds, *(mean("text", d, "gain_left_percent") for d in depths)],
+            "Text",
+            "text before the byte, tokens",
+            "loss above that of all text, %",
+            ylim=(-1, 30),
         ),
-    ]  # fmt: skip
+    ]
 
 
 LAB = Claim(

@@ -48,9 +48,12 @@ def run(setting: Setting) -> Iterator[Row]:
                 go_on(model, text.train, long_rows[seed], steps=more, seed=seed + 100, lr=0.01)
         past = losses(model.eval(), text.pieces.to(setting.device))[:, L:]
         yield {
-            "way": way, "seed": seed, "steps": steps, "parameters": sum(p.numel() for p in model.parameters()),
+            "way": way,
+            "seed": seed,
+            "steps": steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
             "val_loss_nats": past.mean().item(),
-        }  # fmt: skip
+        }
 
 
 def scaled(model: Transformer) -> Transformer:
@@ -70,8 +73,13 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "the steps more at {longer} tokens: without YaRN {tuned}, with it {both}.",
         "超过 {length} token 处的损失，与以 {longer} 训练的模型相比：短 {short}，YaRN {yarn}；再以 {longer} token "
         "训练十分之一的步数：不用 YaRN {tuned}，用 YaRN {both}。",
-        length=L, longer=L * LONGER, short=found[SHORT], yarn=found[YARN], tuned=found[TUNED], both=found[BOTH],
-    )  # fmt: skip
+        length=L,
+        longer=L * LONGER,
+        short=found[SHORT],
+        yarn=found[YARN],
+        tuned=found[TUNED],
+        both=found[BOTH],
+    )
     return settled(said, [(found[way], MARGIN) for way in (YARN, BOTH)])
 
 

@@ -67,9 +67,11 @@ def completions(model: Transformer, case: Case, mode: str, tokens: int) -> tuple
     # Random draws depend on the seed only, not on the batch: another token means another probability.
     asks = [Sampling(max_tokens=tokens, temperature=1.0, seed=i, logprobs=0) for i in range(64)]
     config = EngineConfig(
-        num_blocks=16 * (WATCHED + case.batch), max_num_seqs=case.batch, max_num_batched_tokens=case.budget,
+        num_blocks=16 * (WATCHED + case.batch),
+        max_num_seqs=case.batch,
+        max_num_batched_tokens=case.budget,
         invariant=mode == "invariant",
-    )  # fmt: skip
+    )
     engine = Engine(model, None, config)
     groups = [slice(0, case.batch)] if case.batch > 1 else [slice(i, i + 1) for i in range(WATCHED)]
     if case.warm:

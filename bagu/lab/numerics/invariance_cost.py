@@ -55,8 +55,12 @@ def operations(config: ModelConfig, most: int, device: torch.device) -> dict[str
     generator = torch.Generator().manual_seed(0)
     dtype = compute_dtype(device)
     D, F, H, G, d = (
-        config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
-    )  # fmt: skip
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+    )
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)

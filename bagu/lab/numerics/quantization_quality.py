@@ -71,9 +71,12 @@ def by_gguf(quantization: str) -> Callable[[Transformer], Transformer]:
 def formats() -> list[Format]:
     """Scales are fp32 a row of WIDTH or more inputs, fp32 a group of 128, or fp16 a block of 32."""
     found = [
-        Format("fp32", 32.0), Format("bf16", 16.0, convert=in_bf16), Format("int8", 8 + 32 / WIDTH, "int8"),
-        Format("fp8", 8 + 32 / WIDTH, "fp8"), Format("int4", 4 + 32 / 128, "int4"),
-    ]  # fmt: skip
+        Format("fp32", 32.0),
+        Format("bf16", 16.0, convert=in_bf16),
+        Format("int8", 8 + 32 / WIDTH, "int8"),
+        Format("fp8", 8 + 32 / WIDTH, "fp8"),
+        Format("int4", 4 + 32 / 128, "int4"),
+    ]
     if importlib.util.find_spec("gguf") is not None:
         found[3:3] = [Format("Q8_0", 8 + 16 / 32, convert=by_gguf("q8_0"))]
         found += [Format("Q4_0", 4 + 16 / 32, convert=by_gguf("q4_0"))]
@@ -96,13 +99,17 @@ def run(setting: Setting) -> list[Row]:
         asked = engine_model(model.eval() if form.convert is None else form.convert(model), library, form.quantization)
         loss, choice = (evaluate(asked, t, limit=n) for t, n in zip(tasks, limits, strict=True))
         accuracy = known(next(iter(choice.metrics.values())))
-        rows.append({
-            "format": form.name, "weight_bits": form.bits,
-            "loss_bits_per_byte": loss.metrics["bits_per_byte"].mean,
-            "continue4_percent": 100 * accuracy.mean,
-            "continue4_low_percent": 100 * accuracy.low, "continue4_high_percent": 100 * accuracy.high,
-            "items": accuracy.items,
-        })  # fmt: skip
+        rows.append(
+            {
+                "format": form.name,
+                "weight_bits": form.bits,
+                "loss_bits_per_byte": loss.metrics["bits_per_byte"].mean,
+                "continue4_percent": 100 * accuracy.mean,
+                "continue4_low_percent": 100 * accuracy.low,
+                "continue4_high_percent": 100 * accuracy.high,
+                "items": accuracy.items,
+            }
+        )
     return sized(rows, model, steps)
 
 

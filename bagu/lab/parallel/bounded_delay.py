@@ -59,11 +59,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         met.append(number(some, "idle_percent") <= LEFT * number(none, "idle_percent"))
         said.append(
             say(
-                "{name} {a:.0f} % → {b:.0f} %, speed ×{s:.2f}", "{name} {a:.0f} % → {b:.0f} %，速度 ×{s:.2f}",
+                "{name} {a:.0f} % → {b:.0f} %, speed ×{s:.2f}",
+                "{name} {a:.0f} % → {b:.0f} %，速度 ×{s:.2f}",
                 name=name,
-                a=number(none, "idle_percent"), b=number(some, "idle_percent"), s=number(some, "speed"),
+                a=number(none, "idle_percent"),
+                b=number(some, "idle_percent"),
+                s=number(some, "speed"),
             )
-        )  # fmt: skip
+        )
     return Verdict.say(
         share_met(met),
         "Time waited by {most:.0f} workers without a delay and at 8 updates: {said}.",

@@ -45,9 +45,13 @@ def run(setting: Setting) -> Iterator[Row]:
                 excess = final_loss(method, feedback, steps, seed) - base  # of a first loss of 1
                 name = f"{method}, {'feedback' if feedback else 'dropped'}"
                 yield {
-                    "method": method, "feedback": feedback, "name": name, "seed": seed, "bytes_share": share,
+                    "method": method,
+                    "feedback": feedback,
+                    "name": name,
+                    "seed": seed,
+                    "bytes_share": share,
                     "excess_loss": max(excess, 1e-9),
-                }  # fmt: skip
+                }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -62,9 +66,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
             say(
                 "{m} at {b:.3f} of the bytes: {k:.2g} with feedback, {d:.2g} when it is dropped",
                 "{m}（字节数 {b:.3f}）：有反馈 {k:.2g}，丢弃 {d:.2g}",
-                m=method, b=number(where(rows, method=method)[0], "bytes_share"), k=kept, d=dropped,
+                m=method,
+                b=number(where(rows, method=method)[0], "bytes_share"),
+                k=kept,
+                d=dropped,
             )
-        )  # fmt: skip
+        )
     return Verdict.say(
         share_met(met),
         "Loss above that of whole gradients, of a first loss of 1: {said}.",

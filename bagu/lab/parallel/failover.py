@@ -25,12 +25,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         say(
             "{name} {kills:.0f} times: {wrong:.0f} of {updates:.0f} updates wrong, at most {most:.2f} s",
             "{name_zh} {kills:.0f} 次：{updates:.0f} 次更新中 {wrong:.0f} 次有误，最多 {most:.2f} 秒",
-            name=r["fault"], name_zh=NAMES_ZH[str(r["fault"])], kills=number(r, "kills"),
+            name=r["fault"],
+            name_zh=NAMES_ZH[str(r["fault"])],
+            kills=number(r, "kills"),
             wrong=number(r, "wrong_updates"),
-            updates=number(r, "updates"), most=number(r, "recovery_max_s"),
+            updates=number(r, "updates"),
+            most=number(r, "recovery_max_s"),
         )
         for r in rows
-    ]  # fmt: skip
+    ]
     return Verdict.say(share_met(met), "SIGKILL: {said}.", "SIGKILL：{said}。", said=listed(said, "; ", "；"))
 
 

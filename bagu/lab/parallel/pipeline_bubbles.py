@@ -75,9 +75,14 @@ def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> t
 def batch(tokens: int) -> Batch:
     ids = torch.arange(tokens) % VOCAB
     return Batch(
-        ids=ids, targets=ids, positions=torch.arange(tokens), cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
-        max_len=tokens, num_targets=tokens, target_bytes=0,
-    )  # fmt: skip
+        ids=ids,
+        targets=ids,
+        positions=torch.arange(tokens),
+        cu_seqlens=torch.tensor([0, tokens], dtype=torch.int32),
+        max_len=tokens,
+        num_targets=tokens,
+        target_bytes=0,
+    )
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:

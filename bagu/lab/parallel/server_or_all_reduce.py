@@ -42,9 +42,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         share_met(met),
         "Updates per second over all-reduce, delay 0 and 8: equal steps ×{a:.2f}, ×{b:.2f}; jitter ×{c:.2f}, ×{d:.2f}.",
         "每秒更新数与 all-reduce 之比，延迟 0 与 8：步长相同 ×{a:.2f}、×{b:.2f}；有抖动 ×{c:.2f}、×{d:.2f}。",
-        a=ratios["equal", WAYS[1]], b=ratios["equal", WAYS[2]],
-        c=ratios["jitter", WAYS[1]], d=ratios["jitter", WAYS[2]],
-    )  # fmt: skip
+        a=ratios["equal", WAYS[1]],
+        b=ratios["equal", WAYS[2]],
+        c=ratios["jitter", WAYS[1]],
+        d=ratios["jitter", WAYS[2]],
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -56,9 +56,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
             say(
                 "{slow:g} times as slow: delay 8 ×{a:.2f}, shares by speed ×{b:.2f}",
                 "慢 {slow:g} 倍：延迟 8 次 ×{a:.2f}，按速度分配 ×{b:.2f}",
-                slow=slowness, a=delayed, b=shared,
+                slow=slowness,
+                a=delayed,
+                b=shared,
             )
-        )  # fmt: skip
+        )
     return Verdict.say(
         share_met(met),
         "One of four workers is always slow; speed against equal shares without a delay: {said}.",

@@ -22,11 +22,14 @@ def run(setting: Setting) -> Iterator[Row]:
         base = base or found.equal_tokens_per_s
         for shares, rate in (("equal", found.equal_tokens_per_s), ("measured", found.measured_tokens_per_s)):
             yield {
-                "speeds": ":".join(f"{speed:g}" for speed in speeds), "slowest": min(speeds), "shares": shares,
+                "speeds": ":".join(f"{speed:g}" for speed in speeds),
+                "slowest": min(speeds),
+                "shares": shares,
                 "micro_batches": ":".join(map(str, found.shares)) if shares == "measured" else "",
-                "tokens_per_s": rate, "relative": rate / base,
+                "tokens_per_s": rate,
+                "relative": rate / base,
                 "predicted": found.predicted_tokens_per_s / base if shares == "measured" else min(speeds),
-            }  # fmt: skip
+            }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -40,10 +43,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
                 say(
                     "{name} equal ×{a:.2f}, measured ×{b:.2f} (predicted {p:.2f})",
                     "{name} 均分 ×{a:.2f}，按速度 ×{b:.2f}（预测 {p:.2f}）",
-                    name=row["speeds"], a=number(same, "relative"), b=number(row, "relative"),
+                    name=row["speeds"],
+                    a=number(same, "relative"),
+                    b=number(row, "relative"),
                     p=number(row, "predicted"),
                 )
-            )  # fmt: skip
+            )
     return Verdict.say(
         share_met(met),
         "Tokens per second against four equal workers, by speeds: {said}.",

@@ -74,17 +74,19 @@ def one(name: str, config: ModelConfig, dtype: str, micro_batches: int, stage: A
         "stage": stage,
         "parameters": parameters,
         "state_bytes": held_bytes(state),
-        "state_formula_bytes": model_state_bytes(
-            parameters, stage=stage, ranks=RANKS, compute_bytes=as_dtype.itemsize
-        ),
+        "state_formula_bytes": model_state_bytes(parameters, stage=stage, ranks=RANKS, compute_bytes=as_dtype.itemsize),
         "sent_bytes": sent,
         "sent_formula_bytes": sum(
             step_bytes(
-                parameters, root=root, mesh=mesh.config, stage=stage, compute_bytes=as_dtype.itemsize,
+                parameters,
+                root=root,
+                mesh=mesh.config,
+                stage=stage,
+                compute_bytes=as_dtype.itemsize,
                 backwards=micro_batches,
             ).values()
         ),
-    }  # fmt: skip
+    }
     state.close()
     return row
 

@@ -31,9 +31,7 @@ class Percent(NamedTuple):
         return f"{self.mean:+.1f} ± {self.half:.1f} %"
 
 
-def against(
-    rows: Sequence[Row], base: str, *, by: str = "kind", value: str = "val_loss_nats"
-) -> dict[str, Percent]:  # fmt: skip
+def against(rows: Sequence[Row], base: str, *, by: str = "kind", value: str = "val_loss_nats") -> dict[str, Percent]:
     """For each name in column `by`: how many percent its `value` is above that of `base`, seed by seed."""
     found = {}
     for name in names_in(rows, by):

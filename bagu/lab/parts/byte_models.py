@@ -35,9 +35,11 @@ def train_on_bytes(
     """A new model after `steps` steps. Models of one seed and one `data` see the same batches."""
     model = init_weights(Transformer(config, device=device), seed)
     train = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
+        steps=steps,
+        seed=seed,
+        optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=steps // 20, decay_share=0.5),
-    )  # fmt: skip
+    )
     if fit(train, model, Loader({"text": tokens}, data)).interrupted:  # Ctrl-C ends the lab, not only this training
         raise KeyboardInterrupt
     return model

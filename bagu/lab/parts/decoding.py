@@ -16,9 +16,14 @@ CHUNK = 8192  # prompt tokens per step
 
 
 def decode_step_s(
-    model: Transformer, *, batch: int, context: int, steps: int, kv_dtype: Literal["auto", "int8"] = "auto",
+    model: Transformer,
+    *,
+    batch: int,
+    context: int,
+    steps: int,
+    kv_dtype: Literal["auto", "int8"] = "auto",
     invariant: bool = False,
-) -> float:  # fmt: skip
+) -> float:
     """The median of `steps` decode steps of `batch` sequences with about `context` tokens each.
 
     Prompts are read in chunks, and the first sequences generate while the last prompts are read, so they are up to one
@@ -27,9 +32,14 @@ def decode_step_s(
     chunks = -(-batch * context // CHUNK)
     answer = steps + chunks + 2
     config = EngineConfig(
-        num_blocks=batch * (-(-(context + answer) // BLOCK) + 1), block_size=BLOCK, max_num_seqs=batch,
-        max_num_batched_tokens=max(batch, CHUNK), prefix_cache=False, kv_dtype=kv_dtype, invariant=invariant,
-    )  # fmt: skip
+        num_blocks=batch * (-(-(context + answer) // BLOCK) + 1),
+        block_size=BLOCK,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(batch, CHUNK),
+        prefix_cache=False,
+        kv_dtype=kv_dtype,
+        invariant=invariant,
+    )
     engine, generator = Engine(model, None, config), torch.Generator().manual_seed(0)
     for i in range(batch):
         prompt = torch.randint(model.config.vocab_size, (context,), generator=generator).tolist()

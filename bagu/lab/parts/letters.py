@@ -54,13 +54,20 @@ def prompts(count: int = 6) -> list[Prompt]:
 def source(objective: PolicyObjective, *, seed: int = 0, tokens: int = 4 * CONTEXT) -> PromptLoader:
     o = objective
     return PromptLoader(
-        sources={"letters": prompts()}, held_out_prompts=prompts(3),
+        sources={"letters": prompts()},
+        held_out_prompts=prompts(3),
         config=RolloutConfig(
-            prompts=o.prompts, samples=o.samples, max_tokens=o.max_tokens, epochs=o.epochs, minibatches=o.minibatches,
-            max_draws=o.max_draws, fill=o.fills, seed=seed,
+            prompts=o.prompts,
+            samples=o.samples,
+            max_tokens=o.max_tokens,
+            epochs=o.epochs,
+            minibatches=o.minibatches,
+            max_draws=o.max_draws,
+            fill=o.fills,
+            seed=seed,
         ),
         shape=PackShape(tokens=tokens, segments=o.prompts * o.samples, context=CONTEXT),
-    )  # fmt: skip
+    )
 
 
 def sampler(model: Transformer, objective: PolicyObjective, **settings: Any) -> EngineSampler:
@@ -74,6 +81,10 @@ def rollouts(
     model: Transformer, objective: PolicyObjective, loss: PolicyLoss, reward: RewardFunction, **options: Any
 ) -> RolloutLoader:
     return RolloutLoader(
-        source(objective, **options), model=model, sampler=sampler(model, objective), reward=reward, learner=loss,
+        source(objective, **options),
+        model=model,
+        sampler=sampler(model, objective),
+        reward=reward,
+        learner=loss,
         decode=Letters().decode,
-    )  # fmt: skip
+    )

@@ -91,10 +91,12 @@ def train(
     steps = epoch_steps(loader) if steps is None else steps
     kind: Literal["constant", "linear"] = "constant" if checkpoints else "linear"
     config = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
+        steps=steps,
+        seed=seed,
+        optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind=kind, warmup_steps=max(min(steps // 10, 20), 1)),
         eval_every=1 if checkpoints else None,
-    )  # fmt: skip
+    )
     copies: list[Transformer] = []
     step = itertools.count(1)
 
@@ -133,9 +135,13 @@ def next_line(modules: Sequence[Document]) -> Task:
     """Which of four lines follows. The wrong lines are from other modules, with their own indentation: built-in tasks
     take them from the same file (`continue4`), and a model trained for a minute answers those at chance."""
     return Task(
-        name="next_line", kind="choice", items=lambda: in_fair_order(_items(modules)), delimiter="\n",
-        normalization="characters", limits="Indentation and topic of the next line. Chance is 25 %.",
-    )  # fmt: skip
+        name="next_line",
+        kind="choice",
+        items=lambda: in_fair_order(_items(modules)),
+        delimiter="\n",
+        normalization="characters",
+        limits="Indentation and topic of the next line. Chance is 25 %.",
+    )
 
 
 def _items(modules: Sequence[Document]) -> Iterator[Item]:
@@ -154,9 +160,12 @@ def _items(modules: Sequence[Document]) -> Iterator[Item]:
                 continue
             rng.shuffle(choices)
             yield Item(
-                id=f"{name}:{at + 1}", prompt=before[before.find("\n") + 1 :], choices=tuple(choices),
-                answer=choices.index(right), cluster=name,
-            )  # fmt: skip
+                id=f"{name}:{at + 1}",
+                prompt=before[before.find("\n") + 1 :],
+                choices=tuple(choices),
+                answer=choices.index(right),
+                cluster=name,
+            )
 
 
 def _usable(line: str) -> bool:

@@ -23,9 +23,12 @@ def go_on(
     """Train a model further, in place, with a new optimizer; the learning rate ends at 0. `change` is applied to each
     batch."""
     config = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind=kind, lr=lr), precision=precision,
+        steps=steps,
+        seed=seed,
+        optimizer=OptimizerConfig(kind=kind, lr=lr),
+        precision=precision,
         schedule=ScheduleConfig(kind="linear", warmup_steps=max(steps // 20, 1) if warmup is None else warmup),
-    )  # fmt: skip
+    )
     loader = Loader({"text": tokens}, data)
     done = fit(config, model, loader if change is None else loader.mapped(change))
     if done.interrupted:  # Ctrl-C ends the lab, not only this training

@@ -68,17 +68,28 @@ class Writer:
         o, prompts = objective, self.prompts()
         answers = o.prompts * o.samples
         source = PromptLoader(
-            sources={"functions": prompts}, held_out_prompts=prompts,
+            sources={"functions": prompts},
+            held_out_prompts=prompts,
             config=RolloutConfig(
-                prompts=o.prompts, samples=o.samples, max_tokens=o.max_tokens, epochs=o.epochs,
-                minibatches=o.minibatches, max_draws=o.max_draws, fill=o.fills, seed=seed,
+                prompts=o.prompts,
+                samples=o.samples,
+                max_tokens=o.max_tokens,
+                epochs=o.epochs,
+                minibatches=o.minibatches,
+                max_draws=o.max_draws,
+                fill=o.fills,
+                seed=seed,
             ),
             shape=PackShape(tokens=16 * CONTEXT, segments=answers, context=CONTEXT),
-        )  # fmt: skip
+        )
         return RolloutLoader(
-            source, model=self.model, sampler=self._sampler(answers), reward=reward, learner=loss,
+            source,
+            model=self.model,
+            sampler=self._sampler(answers),
+            reward=reward,
+            learner=loss,
             decode=self.tokenizer.decode,
-        )  # fmt: skip
+        )
 
     def answers(self, each: int) -> list[tuple[Prompt, str]]:
         """`each` sampled answers to every prompt, at temperature 1."""
@@ -103,9 +114,11 @@ def new_writer(*, steps: int, seed: int, device: str) -> Writer:
         DataConfig(context=CONTEXT, rows=ROWS, seed=seed, packing="whole"),
     )
     config = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
+        steps=steps,
+        seed=seed,
+        optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind="linear", warmup_steps=max(steps // 10, 1)),
-    )  # fmt: skip
+    )
     if fit(config, model, loader).interrupted:  # Ctrl-C ends the lab, not only this training
         raise KeyboardInterrupt
     return Writer(model=model, tokenizer=tokenizer)

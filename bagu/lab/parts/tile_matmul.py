@@ -47,9 +47,15 @@ def sums(x, y, rounds, SIZE: tl.constexpr):
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, *, group: int = 8, tma: bool = False, specialize: bool = False, warps: int = 8,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    group: int = 8,
+    tma: bool = False,
+    specialize: bool = False,
+    warps: int = 8,
     stages: int = 3,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """a[M, K] · b[N, K]ᵀ in bf16; M, N, K are multiples of the tile."""
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     (M, K), N = a.shape, b.shape[0]

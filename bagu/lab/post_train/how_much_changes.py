@@ -61,11 +61,15 @@ def run(setting: Setting) -> Iterator[Row]:
         trained(stage, after, steps, seed, samples=2 if quick else 8)
         before = start.answers(each)
         yield {
-            "stage": stage, "seed": seed, "steps": steps, "parameters": sum(p.numel() for p in model.parameters()),
-            "weights_percent": 100 * moved(start.model, model), "bf16_percent": 100 * differ(start.model, model),
+            "stage": stage,
+            "seed": seed,
+            "steps": steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "weights_percent": 100 * moved(start.model, model),
+            "bf16_percent": 100 * differ(start.model, model),
             "kl_nats": kl(start.model, model.eval(), start, [p.text + text for p, text in before]),
             "gain_points": 100 * (passing(after.answers(each)) - passing(before)),
-        }  # fmt: skip
+        }
 
 
 def good(name: str, text: str) -> bool:
@@ -107,10 +111,13 @@ def preferences(made: Sequence[tuple[str, str]]) -> Iterator[Preference]:
         kinds = [[t for t in own if good(name, t) == passes] for passes in (True, False)]
         for i, (chosen, rejected) in enumerate(zip(*kinds, strict=False)):
             yield Preference(
-                id=f"{name}{i}:", place=name, prompt=({"role": "user", "content": prompt_text(name)},),
-                chosen={"role": "assistant", "content": chosen}, rejected={"role": "assistant", "content": rejected},
+                id=f"{name}{i}:",
+                place=name,
+                prompt=({"role": "user", "content": prompt_text(name)},),
+                chosen={"role": "assistant", "content": chosen},
+                rejected={"role": "assistant", "content": rejected},
                 strings=True,
-            )  # fmt: skip
+            )
 
 
 def passing(answers: Sequence[tuple[Any, str]]) -> float:
@@ -152,23 +159,33 @@ def kl(a: Transformer, b: Transformer, writer: Writer, texts: Sequence[str]) -> 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
     """Held if DPO and GRPO change both the weights and the behaviour (points of answers that pass) less than SFT."""
-    mean = {s: {k: interval(column(where(rows, stage=s), k)) for k in ("weights_percent", "kl_nats", "gain_points")}
-            for s in names_in(rows, "stage")}  # fmt: skip
+    mean = {
+        s: {k: interval(column(where(rows, stage=s), k)) for k in ("weights_percent", "kl_nats", "gain_points")}
+        for s in names_in(rows, "stage")
+    }
     sft = mean["SFT"]
-    less = [all(mean[s]["weights_percent"][0] < sft["weights_percent"][0] for s in AFTER),
-            all(abs(mean[s]["gain_points"][0]) < abs(sft["gain_points"][0]) for s in AFTER)]  # fmt: skip
+    less = [
+        all(mean[s]["weights_percent"][0] < sft["weights_percent"][0] for s in AFTER),
+        all(abs(mean[s]["gain_points"][0]) < abs(sft["gain_points"][0]) for s in AFTER),
+    ]
     told = [
-        say("{stage} {w:.2f} % of the weights, KL {k:.3f}, {g:+.0f} ± {h:.0f} points",
+        say(
+            "{stage} {w:.2f} % of the weights, KL {k:.3f}, {g:+.0f} ± {h:.0f} points",
             "{stage} 权重 {w:.2f} %，KL {k:.3f}，{g:+.0f} ± {h:.0f} 个百分点",
-            stage=s if s != "continued" else say("continued pretraining", "继续预训练"), w=m["weights_percent"][0],
-            k=m["kl_nats"][0], g=m["gain_points"][0], h=m["gain_points"][1])
+            stage=s if s != "continued" else say("continued pretraining", "继续预训练"),
+            w=m["weights_percent"][0],
+            k=m["kl_nats"][0],
+            g=m["gain_points"][0],
+            h=m["gain_points"][1],
+        )
         for s, m in mean.items()
-    ]  # fmt: skip
+    ]
     said = Verdict.say(
         share_met(less),
         "After as many steps, change of the weights, KL per token, answers that pass: {told}.",
-        "步数相同，权重的改变、每 token 的 KL、通过检查的回答：{told}。", told=listed(told, "; ", "；"),
-    )  # fmt: skip
+        "步数相同，权重的改变、每 token 的 KL、通过检查的回答：{told}。",
+        told=listed(told, "; ", "；"),
+    )
     if any(abs(m["gain_points"][0]) > m["gain_points"][1] for m in (sft, *(mean[s] for s in AFTER))):
         return said
     return said.undecided(
@@ -181,9 +198,11 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     stages = names_in(rows, "stage")
     panels = []
     measures = {
-        "weights_percent": "|ΔW| / |W|, %", "bf16_percent": "bf16 weights that differ, %",
-        "kl_nats": "KL, nats a token", "gain_points": "answers that pass, points",
-    }  # fmt: skip
+        "weights_percent": "|ΔW| / |W|, %",
+        "bf16_percent": "bf16 weights that differ, %",
+        "kl_nats": "KL, nats a token",
+        "gain_points": "answers that pass, points",
+    }
     for key, y in measures.items():
         found = [interval(column(where(rows, stage=s), key)) for s in stages]
         ends = [(m - h, m + h) for m, h in found]

@@ -75,11 +75,18 @@ def curve(task: str, algorithm: str, rate: float, seed: int, rounds: int) -> lis
     seconds = (time.perf_counter() - began) / rounds
     return [
         {
-            "task": task, "algorithm": algorithm, "rate": rate, "seed": seed, "answers": ANSWERS * i, "share": share,
-            "rollout_s": seconds, "parameters": parameters, "steps": config.steps,
+            "task": task,
+            "algorithm": algorithm,
+            "rate": rate,
+            "seed": seed,
+            "answers": ANSWERS * i,
+            "share": share,
+            "rollout_s": seconds,
+            "parameters": parameters,
+            "steps": config.steps,
         }
         for i, share in enumerate(reward.shares[:rounds])
-    ]  # fmt: skip
+    ]
 
 
 def learned(rows: Sequence[Row], task: str, algorithm: str) -> tuple[float, dict[int, float]]:

@@ -135,8 +135,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     starts = list(dict.fromkeys(str(r["start"]) for r in rows))
     found = [hacked(rows, start) for start in starts]
     kind: Kind = "held" if all(found) else "holds only where" if any(found) else "did not hold"
-    units = {"loose": "points of the loose reward", "strict": "points of the strict checks",
-             "different": "points of different bodies", "characters": "characters"}  # fmt: skip
+    units = {
+        "loose": "points of the loose reward",
+        "strict": "points of the strict checks",
+        "different": "points of different bodies",
+        "characters": "characters",
+    }
     units_zh = {"loose": "宽松奖励", "strict": "严格检查", "different": "不同函数体", "characters": "字符数"}
     en, zh = [], []
     for start, reward in product(starts, REWARDS):

@@ -35,9 +35,12 @@ def run(setting: Setting) -> Iterator[Row]:
     for rows, noise in setting.track([(n, s) for n in COUNTS for s in NOISES]):
         found = np.array([luck(name, rows, noise, seed) for name in NAMES for seed in range(seeds)])
         yield {
-            "history_rows": rows, "noise_percent": 100 * noise, "luck_percent": 100 * found.mean(),
-            "error_percent": 100 * found.std() / np.sqrt(len(found)), "luck_noise_sd": found.mean() / noise,
-        }  # fmt: skip
+            "history_rows": rows,
+            "noise_percent": 100 * noise,
+            "luck_percent": 100 * found.mean(),
+            "error_percent": 100 * found.std() / np.sqrt(len(found)),
+            "luck_noise_sd": found.mean() / noise,
+        }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -49,8 +52,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "The best row's measured result is better than its true one by {low:.1f} to {high:.1f} standard deviations of "
         "the noise; {some} of {every} points are above three standard errors.",
         "最好一行的实测结果比其真值好 {low:.1f} 到 {high:.1f} 个噪声标准差；{every} 个点中有 {some} 个超过三个标准误。",
-        low=min(shares), high=max(shares), some=sum(lucky), every=len(lucky),
-    )  # fmt: skip
+        low=min(shares),
+        high=max(shares),
+        some=sum(lucky),
+        every=len(lucky),
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

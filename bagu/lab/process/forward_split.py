@@ -59,9 +59,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "batch {r:.2f} on random rows, {g:.2f} on other batches, {f:.2f} on later rows, and {t:.2f} tomorrow.",
         "没有隐藏状态时，随机行上的 R² 为 {r0:.2f}，明天为 {t0:.2f}；每批变动 {walk:.0f} % 时，"
         "随机行 {r:.2f}，其他批次 {g:.2f}，之后的行 {f:.2f}，明天 {t:.2f}。",
-        r0=found[0]["random"], t0=found[0]["tomorrow"], walk=walks[-1], r=last["random"], g=last["group"],
-        f=last["forward"], t=last["tomorrow"],
-    )  # fmt: skip
+        r0=found[0]["random"],
+        t0=found[0]["tomorrow"],
+        walk=walks[-1],
+        r=last["random"],
+        g=last["group"],
+        f=last["forward"],
+        t=last["tomorrow"],
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

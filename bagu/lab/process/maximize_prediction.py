@@ -55,9 +55,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "plant); the best lower bound near the data gains {c:.2f} and promises {d:.2f}.",
         "预测的最大值得到可能收益的 {a:.2f}，承诺多出 {b:.2f}（最差的装置）；"
         "数据附近的最好下界得到 {c:.2f}，承诺偏差 {d:.2f}。",
-        a=np.mean([v[0] for v in largest.values()]), b=max(v[1] for v in largest.values()),
-        c=np.mean([v[0] for v in bound.values()]), d=max(v[1] for v in bound.values()),
-    )  # fmt: skip
+        a=np.mean([v[0] for v in largest.values()]),
+        b=max(v[1] for v in largest.values()),
+        c=np.mean([v[0] for v in bound.values()]),
+        d=max(v[1] for v in bound.values()),
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

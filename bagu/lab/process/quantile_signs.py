@@ -92,8 +92,10 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "models fall along the input that may only rise, by up to {worst:.1f} % of the spread.",
         "平方损失下最大的下降为离散度的 {plain:.2g} %；"
         "分位数损失下有 {share:.0f} % 的模型沿着只应上升的输入下降，最多为离散度的 {worst:.1f} %。",
-        plain=plain, share=100 * np.mean(list(broken.values())), worst=max(max(v) for v in falls.values()),
-    )  # fmt: skip
+        plain=plain,
+        share=100 * np.mean(list(broken.values())),
+        worst=max(max(v) for v in falls.values()),
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:
@@ -101,9 +103,13 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     falls = [[number(r, "fall_percent") for r in where(rows, loss=name)] for name in losses]
     return [
         Panel([Bars([max(v) for v in falls], colour="each")], "Largest fall", y="% of the spread", xnames=losses),
-        Panel([Bars([100 * float(np.mean(np.array(v) > 1e-9)) for v in falls], colour="each")], "Models that fall",
-              y="% of the models", xnames=losses),
-    ]  # fmt: skip
+        Panel(
+            [Bars([100 * float(np.mean(np.array(v) > 1e-9)) for v in falls], colour="each")],
+            "Models that fall",
+            y="% of the models",
+            xnames=losses,
+        ),
+    ]
 
 
 LAB = Claim(

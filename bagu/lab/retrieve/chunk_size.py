@@ -90,10 +90,15 @@ def run(setting: Setting) -> Iterator[Row]:
         else:
             base[size] = hits
         yield {
-            "size_tokens": size, "overlap_tokens": overlap, "queries": len(hits), "found": share.mean, "low": share.low,
-            "high": share.high, "overlap_gain": None if more is None else more.mean,
+            "size_tokens": size,
+            "overlap_tokens": overlap,
+            "queries": len(hits),
+            "found": share.mean,
+            "low": share.low,
+            "high": share.high,
+            "overlap_gain": None if more is None else more.mean,
             "overlap_gain_low": None if more is None else more.low,
-        }  # fmt: skip
+        }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -110,10 +115,14 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "An overlap of a quarter changes 256 by {gain:+.1%}.",
         "不重叠时 {best:.0f} token 找到最多，{share:.1%}；{small:.0f} 为 {few:.1%}，{large:.0f} 为 {many:.1%}。"
         "重叠四分之一使 256 变化 {gain:+.1%}。",
-        best=number(best, "size_tokens"), share=number(best, "found"), small=number(ends[0], "size_tokens"),
-        few=number(ends[0], "found"), large=number(ends[1], "size_tokens"), many=number(ends[1], "found"),
+        best=number(best, "size_tokens"),
+        share=number(best, "found"),
+        small=number(ends[0], "size_tokens"),
+        few=number(ends[0], "found"),
+        large=number(ends[1], "size_tokens"),
+        many=number(ends[1], "found"),
         gain=number(lapped, "overlap_gain"),
-    )  # fmt: skip
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -33,14 +33,24 @@ def run(setting: Setting) -> Iterator[Row]:
         index = Index(found)
         contexts = [[t for i in index.best(key, TOP) for t in found[i]] for key in keys]
         yield {
-            "way": "retrieved", "seed": seed, "steps": 0, **size, "reading_percent": reading(model, asked),
+            "way": "retrieved",
+            "seed": seed,
+            "steps": 0,
+            **size,
+            "reading_percent": reading(model, asked),
             "new_percent": 100 * fmean(answered(model, contexts, keys, [values[k] for k in keys])),
-        }  # fmt: skip
+        }
         for count in more:
             tuned = tune(copy.deepcopy(model), values, count, seed)
             new_facts = answered(tuned, [[]] * len(keys), keys, [values[k] for k in keys])
-            yield {"way": "tuned", "seed": seed, "steps": count, **size, "new_percent": 100 * fmean(new_facts),
-                   "reading_percent": reading(tuned, asked)}  # fmt: skip
+            yield {
+                "way": "tuned",
+                "seed": seed,
+                "steps": count,
+                **size,
+                "new_percent": 100 * fmean(new_facts),
+                "reading_percent": reading(tuned, asked),
+            }
 
 
 def tune(model: Transformer, values: dict[int, int], steps: int, seed: int) -> Transformer:
@@ -84,8 +94,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "Tuning answers {new:.0f} % after {steps} steps and then reads {left:.0f} %.",
         "检索不训练就答对新事实的 {known:.0f} %，读其他上下文答对 {read:.0f} %。微调 {steps} 步后答对 {new:.0f} %，"
         "此时读上下文答对 {left:.0f} %。",
-        known=known, read=read, new=tuned[steps][0], steps=steps, left=tuned[steps][1],
-    )  # fmt: skip
+        known=known,
+        read=read,
+        new=tuned[steps][0],
+        steps=steps,
+        left=tuned[steps][1],
+    )
     if read > 200 / VALUES:
         return said
     return said.undecided("a model that can read: it is near chance.", "能读懂的模型：现在接近随机水平。")

@@ -50,9 +50,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "MRR@10，各种子平均：词 {words:.3f}，向量 {vectors:.3f}（比词 {v_low:+.3f} 至 {v_high:+.3f}，"
         "取各种子区间的最外端），"
         "两者合并 {joined:.3f}（{j_low:+.3f} 至 {j_high:+.3f}），按名次合并 {ranks:.3f}。",
-        words=mean["words"], vectors=mean["vectors"], joined=mean["hybrid"], ranks=mean["by_rank"],
-        v_low=lows["vectors"], v_high=highs["vectors"], j_low=lows["hybrid"], j_high=highs["hybrid"],
-    )  # fmt: skip
+        words=mean["words"],
+        vectors=mean["vectors"],
+        joined=mean["hybrid"],
+        ranks=mean["by_rank"],
+        v_low=lows["vectors"],
+        v_high=highs["vectors"],
+        j_low=lows["hybrid"],
+        j_high=highs["hybrid"],
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -62,8 +62,14 @@ def run(setting: Setting) -> Iterator[Row]:
         for place in every:
             ids, targets = (x.to(setting.device) for x in asked(torch.Generator().manual_seed(place), [place], rows))
             share = right(model, ids, targets)[:, -QUESTIONS:].mean().item()
-            yield {"training": training, "seed": seed, "place": place + 1, "steps": steps, "right_percent": 100 * share,
-                   "parameters": sum(p.numel() for p in model.parameters())}  # fmt: skip
+            yield {
+                "training": training,
+                "seed": seed,
+                "place": place + 1,
+                "steps": steps,
+                "right_percent": 100 * share,
+                "parameters": sum(p.numel() for p in model.parameters()),
+            }
 
 
 def ends_and_middle(rows: Sequence[Row], training: str) -> tuple[tuple[float, float], float]:
@@ -83,15 +89,22 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     """Held if the middle is lower by LESS points after both trainings."""
     found = {t: ends_and_middle(rows, t) for t in names_in(rows, "training")}
     told = [
-        say("trained on questions about {training}: ends {a:.0f} %, middle {b:.0f} % (± {half:.0f})",
+        say(
+            "trained on questions about {training}: ends {a:.0f} %, middle {b:.0f} % (± {half:.0f})",
             "训练时问{training}：两端 {a:.0f} %，中间 {b:.0f} %（± {half:.0f}）",
-            training=Text(t if t != "ends" else "the ends", TRAININGS[t]), a=outer, b=inner, half=half)
+            training=Text(t if t != "ends" else "the ends", TRAININGS[t]),
+            a=outer,
+            b=inner,
+            half=half,
+        )
         for t, ((outer, inner), half) in found.items()
-    ]  # fmt: skip
+    ]
     said = Verdict.say(
         share_met(outer - inner - half > LESS for (outer, inner), half in found.values()),
-        "Right answers. {told}.", "答对的比例。{told}。", told=listed(told, "; ", "；"),
-    )  # fmt: skip
+        "Right answers. {told}.",
+        "答对的比例。{told}。",
+        told=listed(told, "; ", "；"),
+    )
     unclear = [t for t, ((a, b), half) in found.items() if a - b - half <= LESS < a - b + half]
     if not unclear and max(column(rows, "right_percent")) > 200 / VALUES:
         return said

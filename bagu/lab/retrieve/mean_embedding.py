@@ -110,17 +110,24 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     mlm = where(rows, ranking="MLM")
     above = [number(row, "more_low") > 0 for row in mlm]
     kind: Kind = "held" if all(above) else "holds only where" if any(above) else "did not hold"
-    mean = {n: sum(number(r, "mrr") for r in own) / len(own) for n in ("words", "MLM", "tokens", "untrained")
-            if (own := where(rows, ranking=n))}  # fmt: skip
+    mean = {
+        n: sum(number(r, "mrr") for r in own) / len(own)
+        for n in ("words", "MLM", "tokens", "untrained")
+        if (own := where(rows, ranking=n))
+    }
     said = Verdict.say(
         kind,
         "MRR@10 of words {words:.3f}; of mean vectors {mlm:.3f} after masked language modelling ({low:+.3f} to "
         "{high:+.3f} to words), {tokens:.3f} of its input vectors, {untrained:.3f} before training.",
         "MRR@10：词 {words:.3f}；平均向量在掩码语言建模之后 {mlm:.3f}（比词 {low:+.3f} 至 {high:+.3f}），"
         "其输入向量 {tokens:.3f}，训练之前 {untrained:.3f}。",
-        words=mean["words"], mlm=mean["MLM"], tokens=mean["tokens"], untrained=mean["untrained"],
-        low=min(number(r, "more_low") for r in mlm), high=max(number(r, "more_high") for r in mlm),
-    )  # fmt: skip
+        words=mean["words"],
+        mlm=mean["MLM"],
+        tokens=mean["tokens"],
+        untrained=mean["untrained"],
+        low=min(number(r, "more_low") for r in mlm),
+        high=max(number(r, "more_high") for r in mlm),
+    )
     if all(number(r, "more_low") > 0 or number(r, "more_high") < 0 for r in mlm):
         return said
     return said.undecided(

@@ -33,8 +33,14 @@ def run(setting: Setting) -> Iterator[Row]:
         if seed not in models:
             models[seed] = reader(most=TRAINED, steps=steps, seed=seed, device=setting.device)
         for way, row in measured(models[seed], pile, asked).items():
-            yield {"way": way, "passages": pile, "seed": seed, "steps": steps, **row,
-                   "parameters": sum(p.numel() for p in models[seed].parameters())}  # fmt: skip
+            yield {
+                "way": way,
+                "passages": pile,
+                "seed": seed,
+                "steps": steps,
+                **row,
+                "parameters": sum(p.numel() for p in models[seed].parameters()),
+            }
 
 
 def measured(model: Transformer, pile: int, asked: int) -> dict[str, Row]:
@@ -59,9 +65,11 @@ def measured(model: Transformer, pile: int, asked: int) -> dict[str, Row]:
         share = fmean(answered(model, contexts[way], keys, answers))
         took = time.process_time() - began
         rows[way] = {
-            "right_percent": 100 * share, "tokens": fmean(map(len, contexts[way])), "time_ms": 1e3 * took / asked,
+            "right_percent": 100 * share,
+            "tokens": fmean(map(len, contexts[way])),
+            "time_ms": 1e3 * took / asked,
             "found_percent": 100 * fmean(hits) if way == "retrieved" else None,
-        }  # fmt: skip
+        }
     return rows
 
 
@@ -78,18 +86,25 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     piles = [int(p) for p in numbers_in(rows, "passages")]
     leads = {p: lead(rows, p) for p in piles}
     told = [
-        say("{p} passages: retrieved {a:.0f} % ({found:.0f} % found), all {b:.0f} %, right one {c:.0f} %",
-            "{p} 段：检索 {a:.0f} %（找到 {found:.0f} %），全部 {b:.0f} %，正确的一段 {c:.0f} %", p=p,
+        say(
+            "{p} passages: retrieved {a:.0f} % ({found:.0f} % found), all {b:.0f} %, right one {c:.0f} %",
+            "{p} 段：检索 {a:.0f} %（找到 {found:.0f} %），全部 {b:.0f} %，正确的一段 {c:.0f} %",
+            p=p,
             found=fmean(column(where(rows, way="retrieved", passages=p), "found_percent")),
-            **{k: fmean(column(where(rows, way=way, passages=p), "right_percent"))
-               for k, way in (("a", "retrieved"), ("b", "all"), ("c", "right"))})
+            **{
+                k: fmean(column(where(rows, way=way, passages=p), "right_percent"))
+                for k, way in (("a", "retrieved"), ("b", "all"), ("c", "right"))
+            },
+        )
         for p in piles
-    ]  # fmt: skip
+    ]
     said = Verdict.say(
         share_met(mean + MARGIN >= 0 for mean, _ in leads.values()),
-        "Right answers, trained on up to {trained} passages. {told}.", "答对的比例；训练时至多 {trained} 段。{told}。",
-        trained=TRAINED, told=listed(told, "; ", "；"),
-    )  # fmt: skip
+        "Right answers, trained on up to {trained} passages. {told}.",
+        "答对的比例；训练时至多 {trained} 段。{told}。",
+        trained=TRAINED,
+        told=listed(told, "; ", "；"),
+    )
     if max(column(where(rows, way="right"), "right_percent")) > 2 * 100 / VALUES:
         return said
     return said.undecided(

@@ -123,18 +123,23 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
     said = [
         say(
-            "{load}: {q} by queue, {w} by wait", "{load}：按队列 {q}，按等待 {w}", load=Text(load, NAMES[load]),
-            q=_shown(a), w=_shown(b),
+            "{load}: {q} by queue, {w} by wait",
+            "{load}：按队列 {q}，按等待 {w}",
+            load=Text(load, NAMES[load]),
+            q=_shown(a),
+            w=_shown(b),
         )
         for load, a, b in zip(loads, own["queue"], own["wait"], strict=True)
-    ]  # fmt: skip
+    ]
     return Verdict.say(
         kind,
         "Mean replicas (threshold) with one threshold for all loads: by the length of the queue {q}, by the predicted "
         "wait {w}. With one for each load: {said}.",
         "平均副本数（阈值），所有负载用一个阈值：按队列长度 {q}，按预测等待 {w}。每种负载各用一个：{said}。",
-        q=_shown(one["queue"]), w=_shown(one["wait"]), said=listed(said, "; ", "；"),
-    )  # fmt: skip
+        q=_shown(one["queue"]),
+        w=_shown(one["wait"]),
+        said=listed(said, "; ", "；"),
+    )
 
 
 def _shown(found: tuple[float, float] | None) -> Text:

@@ -83,8 +83,10 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "The first request takes ×{cold:.1f} the time of the later ones ({later:.1f} ms), after a rehearsal "
         "×{warm:.1f}.",
         "第一个请求用时是后来的 {cold:.1f} 倍（后来 {later:.1f} 毫秒），预热之后 {warm:.1f} 倍。",
-        cold=cold, warm=warm, later=later,
-    )  # fmt: skip
+        cold=cold,
+        warm=warm,
+        later=later,
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -136,11 +136,15 @@ def distances(
         masses.append(float(p.sum()))
         agreements.append(greedy(predicted, outputs, texts) == names[int(p.argmax())])
     return {
-        "grammar": name, "prompts": len(prompts), "valid_texts": len(names), "token_sequences": len(texts),
-        "total_variation": statistics.median(variations), "largest_variation": max(variations),
+        "grammar": name,
+        "prompts": len(prompts),
+        "valid_texts": len(names),
+        "token_sequences": len(texts),
+        "total_variation": statistics.median(variations),
+        "largest_variation": max(variations),
         "valid_mass": statistics.median(masses),
         "greedy_is_best_percent": 100 * statistics.mean(agreements),
-    }  # fmt: skip
+    }
 
 
 def greedy(predicted: Sequence[torch.Tensor], outputs: Outputs, texts: Sequence[str]) -> str:

@@ -23,9 +23,15 @@ from bagu.machine.fast_dtype import compute_dtype
 from bagu.nn import ModelConfig, Transformer, count, init_weights
 
 SMALL = ModelConfig(  # 17 M weights, 67 MB in fp32: more than most caches hold
-    vocab_size=2048, hidden_size=512, num_layers=5, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1536,
+    vocab_size=2048,
+    hidden_size=512,
+    num_layers=5,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
     max_len=4096 + 64,
-)  # fmt: skip
+)
 TINY = replace(SMALL, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256)
 LARGE = ModelConfig(  # the sizes of Qwen3-0.6B
     vocab_size=151936, hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128,

@@ -33,13 +33,24 @@ YES = {True: Text("yes", "是"), False: Text("no", "否")}
 
 def model(side: int, device: str) -> VLM:
     vit = ViTConfig(
-        image_size=side, patch_size=PATCH, hidden_size=WIDTH, num_layers=LAYERS, num_heads=4,
+        image_size=side,
+        patch_size=PATCH,
+        hidden_size=WIDTH,
+        num_layers=LAYERS,
+        num_heads=4,
         intermediate_size=4 * WIDTH,
-    )  # fmt: skip
+    )
     decoder = ModelConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, num_layers=LAYERS, num_heads=4, num_kv_heads=4, head_dim=32,
-        intermediate_size=3 * WIDTH, max_len=2048, tie_embeddings=True,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_layers=LAYERS,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        intermediate_size=3 * WIDTH,
+        max_len=2048,
+        tie_embeddings=True,
+    )
     made = VLM(VLMConfig(vit=vit, decoder=decoder, image_token=IMAGE, shuffle=SHUFFLE), device=device)
     init_vision(made, 0)
     return made
@@ -78,9 +89,13 @@ def measure(side: int, rounds: int, device: str) -> Iterator[Row]:
             time_ms, blocks = first_token(engine, request)
             if number_ >= 0:
                 yield {
-                    "side_pixels": side, "kind": kind, "tokens": len(tokens), "time_ms": time_ms, "blocks": blocks,
+                    "side_pixels": side,
+                    "kind": kind,
+                    "tokens": len(tokens),
+                    "time_ms": time_ms,
+                    "blocks": blocks,
                     "encoded_images": encoder.encoded - encoded,
-                }  # fmt: skip
+                }
 
 
 def run(setting: Setting) -> Iterator[Row]:
@@ -112,9 +127,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "(sides of {sides} pixels). Blocks are as many as for text: {same}; a seen image is encoded again: {again}.",
         "首 token 时间与等长文本之比：新图 {new}，见过的图 {old}（边长 {sides} 像素）。占用的块与文本一样多：{same}；"
         "见过的图再次编码：{again}。",
-        new=", ".join(f"{v:.2f}" for v in new.values()), old=", ".join(f"{v:.2f}" for v in old.values()),
-        sides=", ".join(map(str, sides)), same=YES[same], again=YES[not once],
-    )  # fmt: skip
+        new=", ".join(f"{v:.2f}" for v in new.values()),
+        old=", ".join(f"{v:.2f}" for v in old.values()),
+        sides=", ".join(map(str, sides)),
+        same=YES[same],
+        again=YES[not once],
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

@@ -117,9 +117,11 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     middle, low, high = (100 * (v - 1) for v in ratio(rows, 0))
     spread, shared = float(np.percentile(np.abs(found), 90)) * 1.5, [int(s) for s in numbers_in(rows, "shared_tokens")]
     pairs = [
-        Line(range(len(found)), found, "", ".", 0, size=3), Rule(low, upto=high, colour=1), Rule(0, style="-"),
+        Line(range(len(found)), found, "", ".", 0, size=3),
+        Rule(low, upto=high, colour=1),
+        Rule(0, style="-"),
         Rule(middle, f"median {middle:+.1f} %, 95 % band", style="-", colour=1),
-    ]  # fmt: skip
+    ]
     x = [100 * s / PROMPT for s in shared]
     gains = [
         Line(x, [1 / ratio(rows, s)[0] for s in shared], "measured"),

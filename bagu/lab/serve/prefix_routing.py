@@ -67,13 +67,18 @@ def verdict(rows: Sequence[Row]) -> Verdict:
             say(
                 "{load}: {a:.1f} s by affinity, {q:.1f} by queue, {f:.1f} by prediction",
                 "{load}：按缓存 {a:.1f} 秒，按队列 {q:.1f}，按预测 {f:.1f}",
-                load=Text(load, NAMES[load]), a=affinity, q=queue, f=finish,
+                load=Text(load, NAMES[load]),
+                a=affinity,
+                q=queue,
+                f=finish,
             )
-        )  # fmt: skip
+        )
     return Verdict.say(
-        share_met(met), "Time to the first token at p99: {said}.", "首个 token 时间的 p99：{said}。",
+        share_met(met),
+        "Time to the first token at p99: {said}.",
+        "首个 token 时间的 p99：{said}。",
         said=listed(said, "; ", "；"),
-    )  # fmt: skip
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:
@@ -81,10 +86,14 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
     return [
         Panel(
             [Bars([tail(rows, load, router) for router in ROUTERS], text="{:.1f}")],
-            load, "", "time to the first token, p99, s", yscale="log", xnames=ROUTERS,
+            load,
+            "",
+            "time to the first token, p99, s",
+            yscale="log",
+            xnames=ROUTERS,
         )
         for load in loads
-    ]  # fmt: skip
+    ]
 
 
 LAB = Claim(

@@ -71,12 +71,14 @@ def run(setting: Setting) -> Iterator[Row]:
             ]
             stats = drafted.stats()
             yield {
-                "batch": batch, "drafts": drafts, "rate": rate,
+                "batch": batch,
+                "drafts": drafts,
+                "rate": rate,
                 "accepted_share": stats.accepted_tokens / stats.draft_tokens,
                 "tokens_per_verification": 1 + stats.accepted_tokens / stats.drafts,
                 "plain_tokens_per_s": batch * new / float(np.median([a for a, _ in pairs])),
                 "speedup": float(np.median([a / b for a, b in pairs])),
-            }  # fmt: skip
+            }
 
 
 def engine(model: Transformer, batch: int, drafts: int | None) -> Engine:

@@ -54,9 +54,15 @@ def run(setting: Setting) -> Iterator[Row]:
 
 
 def to_target(
-    model: Transformer, train: torch.Tensor, held: torch.Tensor, batch: int, lr: float, seed: int, budget: int,
+    model: Transformer,
+    train: torch.Tensor,
+    held: torch.Tensor,
+    batch: int,
+    lr: float,
+    seed: int,
+    budget: int,
     target: float,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """The steps until the held-out loss is below the target; None if the budget ends before."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=(0.9, 0.98))
@@ -129,8 +135,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "{noise:.0f} sequences.",
         "批从 {a:.0f} 到 {b:.0f} 条序列，步数减为 1/{first:.1f}；从 {c:.0f} 到 {d:.0f} 减为 1/{last:.1f}；从 {at:.0f} "
         "起所需序列是最省时的两倍。梯度的噪声尺度为 {noise:.0f} 条序列。",
-        a=sizes[0], b=sizes[1], c=sizes[-2], d=sizes[-1], first=first, last=last, at=at, noise=noise,
-    )  # fmt: skip
+        a=sizes[0],
+        b=sizes[1],
+        c=sizes[-2],
+        d=sizes[-1],
+        first=first,
+        last=last,
+        at=at,
+        noise=noise,
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

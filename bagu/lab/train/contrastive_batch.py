@@ -33,9 +33,13 @@ def run(setting: Setting) -> Iterator[Row]:
         found = names_found(seeing, 20 if setting.quick else None)
         size = sum(p.numel() for p in seeing.model.parameters())
         yield {
-            "batch": rows, "learning_rate": lr, "seed": seed, "found_share": found, "steps": seeing.run.train.steps,
+            "batch": rows,
+            "learning_rate": lr,
+            "seed": seed,
+            "found_share": found,
+            "steps": seeing.run.train.steps,
             "parameters": size,
-        }  # fmt: skip
+        }
 
 
 def best(rows: Sequence[Row], batch: int) -> list[Row]:
@@ -56,8 +60,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "After {pictures:,} pictures, batches of 16, 64 and 256 find {shares} of the names: 256 against 16 "
         "{mean:+.3f} ± {half:.3f}.",
         "看过 {pictures:,} 张图后，批大小 16、64、256 找对 {shares} 的名称：256 比 16 {mean:+.3f} ± {half:.3f}。",
-        pictures=PICTURES, shares=shares, mean=mean, half=half,
-    )  # fmt: skip
+        pictures=PICTURES,
+        shares=shares,
+        mean=mean,
+        half=half,
+    )
 
 
 def plot(rows: Sequence[Row]) -> list[Panel]:

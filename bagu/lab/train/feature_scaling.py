@@ -80,12 +80,16 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 def plot(rows: Sequence[Row]) -> list[Panel]:
     lines = [
         Line.of(
-            where(rows, optimizer=name, normalized=normalized), "ratio", "steps",
-            f"{name}{', normalized' * normalized}", "o--" if normalized else "o-", i,
+            where(rows, optimizer=name, normalized=normalized),
+            "ratio",
+            "steps",
+            f"{name}{', normalized' * normalized}",
+            "o--" if normalized else "o-",
+            i,
         )
         for i, name in enumerate(OPTIMIZERS)
         for normalized in (False, True)
-    ]  # fmt: skip
+    ]
     return [Panel(lines, f"Steps to {TARGET:g} of the loss", "ratio of the scales", "steps", "log", "log")]
 
 

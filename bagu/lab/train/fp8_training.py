@@ -60,10 +60,15 @@ def run(setting: Setting) -> Iterator[Row]:
                 precision="fp8" if kind == FP8 else None,
             )
             yield {
-                "part": "loss", "kind": kind, "start": start, "width": width, "seed": seed, "steps": steps,
+                "part": "loss",
+                "kind": kind,
+                "start": start,
+                "width": width,
+                "seed": seed,
+                "steps": steps,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "val_loss_nats": loss_of(model, text, data, quick),
-            }  # fmt: skip
+            }
             if kind == FULL and seed == seeds[0]:
                 yield from errors(model, text, data, start, width)
 
@@ -109,9 +114,15 @@ def errors(model: Transformer, text: LibraryBytes, data: DataConfig, start: str,
         back = q.float() * scale
         off = (back - x).norm(dim=0) / x.norm(dim=0).clamp(min=1e-12)
         rows.append(
-            {"part": "error", "layer": name, "start": start, "width": width, "error_percent": 100 * float(off.median()),
-             "zeros_percent": 100 * float(((back == 0) & (x != 0)).float().mean())}
-        )  # fmt: skip
+            {
+                "part": "error",
+                "layer": name,
+                "start": start,
+                "width": width,
+                "error_percent": 100 * float(off.median()),
+                "zeros_percent": 100 * float(((back == 0) & (x != 0)).float().mean()),
+            }
+        )
     return rows
 
 
@@ -128,10 +139,15 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     """Held if fp8 is within the margin at every width, with and without planted outliers."""
     found = costs(rows)
     told = [
-        say("{start}, width {w:.0f} {p}", "{start}，宽 {w:.0f} {p}", w=w, p=p,
-            start=say("plain", "普通") if start == "plain" else say("outliers in down", "down 有离群值"))
+        say(
+            "{start}, width {w:.0f} {p}",
+            "{start}，宽 {w:.0f} {p}",
+            w=w,
+            p=p,
+            start=say("plain", "普通") if start == "plain" else say("outliers in down", "down 有离群值"),
+        )
         for (start, w), p in found.items()
-    ]  # fmt: skip
+    ]
     worst = max(where(rows, part="error"), key=lambda r: number(r, "error_percent"))
     usual = sorted(number(r, "error_percent") for r in where(rows, part="error", start="plain"))
     said = Verdict.say(
@@ -140,8 +156,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "% (plain), most in {layer}: {most:.0f} %.",
         "fp8 与全精度相比的损失：{told}。舍入使一层的输入改变 {low:.1f} 至 {high:.1f} %（普通），最多的是 {layer}："
         "{most:.0f} %。",
-        told=listed(told), low=usual[0], high=usual[-1], layer=worst["layer"], most=number(worst, "error_percent"),
-    )  # fmt: skip
+        told=listed(told),
+        low=usual[0],
+        high=usual[-1],
+        layer=worst["layer"],
+        most=number(worst, "error_percent"),
+    )
     return settled(said, [(p, MARGIN) for p in found.values()])
 
 
@@ -157,8 +177,10 @@ def plot(rows: Sequence[Row]) -> list[Panel]:
         Bars([number(r, "error_percent") for r in where(rows, part="error", start=start, width=widest)], start)
         for start in names_in(where(rows, part="error"), "start")
     ]
-    names = [str(r["layer"]).replace(".", "\n", 1).replace("attention.", "").replace("ffn.", "")
-             for r in where(rows, part="error", start="plain", width=widest)]  # fmt: skip
+    names = [
+        str(r["layer"]).replace(".", "\n", 1).replace("attention.", "").replace("ffn.", "")
+        for r in where(rows, part="error", start="plain", width=widest)
+    ]
     return [
         Panel([Rule(0, style="-"), Rule(MARGIN), *lines], "Loss", "width", "above full precision, %", xscale="log2"),
         Panel(

@@ -42,9 +42,15 @@ def run(setting: Setting) -> Iterator[Row]:
 
 
 def trained(
-    config: ModelConfig, train: torch.Tensor, held: torch.Tensor, cause: str, remedy: str, seed: int, steps: int,
+    config: ModelConfig,
+    train: torch.Tensor,
+    held: torch.Tensor,
+    cause: str,
+    remedy: str,
+    seed: int,
+    steps: int,
     device: str,
-) -> float:  # fmt: skip
+) -> float:
     """The sum over the evaluations, every fifth step, of the held-out loss, each at most 20 nats."""
     model, generator = new(config, seed, device), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
@@ -92,19 +98,25 @@ def verdict(rows: Sequence[Row]) -> Verdict:
 
     def told(pairs: Iterable[tuple[str, str]]) -> Text:
         return listed(
-            say("{remedy} of {cause} {left:.0%}", "{cause}：{remedy} 剩 {left:.0%}",
-                remedy=remedy, cause=Text(cause, CAUSES[cause]), left=left(rows, cause, remedy))
+            say(
+                "{remedy} of {cause} {left:.0%}",
+                "{cause}：{remedy} 剩 {left:.0%}",
+                remedy=remedy,
+                cause=Text(cause, CAUSES[cause]),
+                left=left(rows, cause, remedy),
+            )
             for cause, remedy in pairs
-        )  # fmt: skip
+        )
 
     harmless = [Text(cause, zh) for cause, zh in list(CAUSES.items())[1:] if cause not in hurt]
     said = Verdict.say(
         share_met(left(rows, cause, remedy) <= STOPPED for cause, remedy in claimed),
         "Left of the damage: {told}. Not claimed: {others}. Causes without damage: {harmless}.",
         "损害所剩：{told}。未声称的：{others}。没有造成损害的原因：{harmless}。",
-        told=told(claimed), others=told(product(hurt, ("z-loss", "QK norm"))),
+        told=told(claimed),
+        others=told(product(hurt, ("z-loss", "QK norm"))),
         harmless=listed(harmless or [Text("none", "无")]),
-    )  # fmt: skip
+    )
     if hurt:
         return said
     return said.undecided("a cause that does damage: none did.", "确实造成损害的原因：现在都没有。")

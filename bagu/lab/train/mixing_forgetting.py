@@ -86,9 +86,11 @@ def train(model: Transformer, texts: Texts, *, share: float, lr: float, steps: i
     """Train with `share` percent of the rows from old text."""
     mix = MixConfig(weights={"old": share, "new": 100 - share})
     config = TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=lr),
+        steps=steps,
+        seed=seed,
+        optimizer=OptimizerConfig(kind="muon", lr=lr),
         schedule=ScheduleConfig(kind="linear", warmup_steps=max(steps // 10, 1)),
-    )  # fmt: skip
+    )
     done = fit(config, model, Loader(texts.train, DataConfig(context=CONTEXT, rows=ROWS, seed=seed, mix=mix)))
     if done.interrupted:  # Ctrl-C ends the lab, not only this training
         raise KeyboardInterrupt

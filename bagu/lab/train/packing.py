@@ -114,9 +114,11 @@ def model(device: str, context: int, seed: int) -> Transformer:
 
 def train_config(steps: int, seed: int) -> TrainConfig:
     return TrainConfig(
-        steps=steps, seed=seed, optimizer=OptimizerConfig(kind="muon", lr=0.02),
+        steps=steps,
+        seed=seed,
+        optimizer=OptimizerConfig(kind="muon", lr=0.02),
         schedule=ScheduleConfig(kind="linear", warmup_steps=steps // 10),
-    )  # fmt: skip
+    )
 
 
 def context_of(setting: Setting) -> int:
@@ -195,10 +197,12 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     base = sum(number(row, "val_alone_loss_nats") for row in of_way(rows, "padded")) / len(of_way(rows, "padded"))
     worse = [way for way, (mean, _) in losses.items() if 100 * mean / base > SAME]
     kind: Kind = (
-        "did not hold" if not faster or len(worse) == len(MASKED)
-        else "held" if len(faster) == len(best) and not worse
+        "did not hold"
+        if not faster or len(worse) == len(MASKED)
+        else "held"
+        if len(faster) == len(best) and not worse
         else "holds only where"
-    )  # fmt: skip
+    )
     words, words_zh = (
         "; ".join(f"{documents} {min(g):.2f} to {max(g):.2f}" for documents, g in ranges(best).items()),
         "；".join(f"{documents} {min(g):.2f} 至 {max(g):.2f}" for documents, g in ranges(best).items()),

@@ -40,9 +40,15 @@ MEDIUM = replace(
     SMALL, vocab_size=4096, hidden_size=256, num_heads=8, num_kv_heads=8, head_dim=32, intermediate_size=704
 )
 LARGE = replace(
-    SMALL, vocab_size=32000, hidden_size=2048, num_heads=16, num_kv_heads=16, head_dim=128, intermediate_size=5632,
+    SMALL,
+    vocab_size=32000,
+    hidden_size=2048,
+    num_heads=16,
+    num_kv_heads=16,
+    head_dim=128,
+    intermediate_size=5632,
     max_len=2048,
-)  # fmt: skip
+)
 
 
 class LiveMemory(TorchDispatchMode):

@@ -41,10 +41,15 @@ def run(setting: Setting) -> Iterator[Row]:
         model = go_on(new(config, seed, setting.device), tokens, data, steps=steps, seed=seed).eval()
         batches = partial(evaluation_batches, other, data, limit=2 if quick else 60)
         yield {
-            "size": str(size), "vocabulary": size, "seed": seed, "steps": steps, "flops": flops,
-            "parameters": count.parameters(config).total, "bytes_per_token": other.num_bytes() / other.num_tokens,
+            "size": str(size),
+            "vocabulary": size,
+            "seed": seed,
+            "steps": steps,
+            "flops": flops,
+            "parameters": count.parameters(config).total,
+            "bytes_per_token": other.num_bytes() / other.num_tokens,
             "bits_per_byte": held_out_loss(batches)(model)["val_bits_per_byte"],
-        }  # fmt: skip
+        }
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
@@ -59,9 +64,11 @@ def verdict(rows: Sequence[Row]) -> Verdict:
         "At {flops:.0e} FLOPs a vocabulary of {best} is best, {bits:.3f} bits per byte. Each size against the one "
         "before: {told}.",
         "{flops:.0e} FLOPs 时词表 {best} 最好，每字节 {bits:.3f} 比特。各大小与前一个相比：{told}。",
-        flops=number(rows[0], "flops"), best=best, bits=mean[best],
+        flops=number(rows[0], "flops"),
+        best=best,
+        bits=mean[best],
         told=", ".join(f"{s} {p}" for s, p in steps.items()),
-    )  # fmt: skip
+    )
     if any(step.high <= 0 for step in steps.values()):
         return said  # some step up gains; the others do not change the kind unless all gain
     return settled(said, [(step, 0.0) for step in steps.values()])

@@ -17,16 +17,28 @@ class MultiheadAttention(nn.MultiheadAttention):
     """Self-attention without a mask, or with a causal one that `is_causal` announces, and with need_weights=False."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        key_padding_mask: torch.Tensor | None = None, need_weights: bool = True, attn_mask: torch.Tensor | None = None,
-        average_attn_weights: bool = True, is_causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         plain = not need_weights and key_padding_mask is None and (attn_mask is None or is_causal)
         if not (plain and query is key and key is value and self._covered(query)):
             return super().forward(
-                query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
-                average_attn_weights=average_attn_weights, is_causal=is_causal,
-            )  # fmt: skip
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
         x = query if self.batch_first or query.ndim == 2 else query.transpose(0, 1)
         y = self.attend(x.unsqueeze(0) if x.ndim == 2 else x, causal=is_causal)
         y = y.squeeze(0) if query.ndim == 2 else y

@@ -15,9 +15,15 @@ from bagu.ops.call.eager import autocasting
 from bagu.ops.kernels.launch import few_rows
 
 INSIDE: dict[str, type[nn.Module]] = {
-    "self_attn": MultiheadAttention, "norm1": LayerNorm, "norm2": LayerNorm, "linear1": Linear, "linear2": Linear,
-    "dropout": nn.Dropout, "dropout1": nn.Dropout, "dropout2": nn.Dropout,
-}  # fmt: skip
+    "self_attn": MultiheadAttention,
+    "norm1": LayerNorm,
+    "norm2": LayerNorm,
+    "linear1": Linear,
+    "linear2": Linear,
+    "dropout": nn.Dropout,
+    "dropout1": nn.Dropout,
+    "dropout2": nn.Dropout,
+}
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -29,9 +35,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         adopt(self)
 
     def forward(
-        self, src: torch.Tensor, src_mask: torch.Tensor | None = None,
-        src_key_padding_mask: torch.Tensor | None = None, is_causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
         if src_mask is not None or src_key_padding_mask is not None or is_causal or src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         if src.is_cuda and few_rows(src, self.linear1.weight) and (weights := self._weights(src)) is not None:

@@ -136,9 +136,16 @@ class BatchNorm2d(nn.BatchNorm2d):
             count.add_(1)
             momentum = 1.0 / float(count) if momentum is None else momentum  # None is a cumulative average
         y, new_mean, new_var = ops.batch_norm(
-            input, self.weight, self.bias, mean, var,
-            training=self.training or mean is None, momentum=momentum or 0.0, eps=self.eps, relu=activation == "relu",
-        )  # fmt: skip
+            input,
+            self.weight,
+            self.bias,
+            mean,
+            var,
+            training=self.training or mean is None,
+            momentum=momentum or 0.0,
+            eps=self.eps,
+            relu=activation == "relu",
+        )
         if self.training and mean is not None and var is not None:
             torch._foreach_copy_([mean, var], [new_mean, new_var])
         return y if activation in (None, "relu") else activate(y, activation)

@@ -50,9 +50,13 @@ RULES = (
     Rule("blocks.{layer}.ffn.down_bias", f"{LAYER}.mlp.experts.down_proj_bias"),
 )
 YARN = {  # transformers' default of rope_parameters
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip
+}
 KEYS: dict[str, Key] = {
     **DECODER,
     "num_key_value_heads": Read(int, 8, least=1),

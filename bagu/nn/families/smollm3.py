@@ -55,9 +55,13 @@ def read(hf: Mapping[str, Any]) -> ModelConfig:
     elif without:
         some = LayerPositions(layers=without, positions=NoPositions())
     return ModelConfig(
-        **fields, layer_positions=some, windows=layer_windows(kinds, num_layers, window),
-        qkv_bias=bias, out_bias=bias, ffn_bias=hf["mlp_bias"],
-    )  # fmt: skip
+        **fields,
+        layer_positions=some,
+        windows=layer_windows(kinds, num_layers, window),
+        qkv_bias=bias,
+        out_bias=bias,
+        ffn_bias=hf["mlp_bias"],
+    )
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -67,11 +71,15 @@ def write(config: ModelConfig) -> dict[str, Any]:
         without = tuple(layers)
     rope: dict[str, Any] | None = None if isinstance(config.positions, Rope) else {}
     windows = {name: value for name, value in write_windows(config).items() if name != "max_window_layers"}
-    return write_decoder(config, rope=rope) | windows | {
-        "no_rope_layers": [int(i not in without) for i in layers],
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.ffn_bias,
-    }  # fmt: skip
+    return (
+        write_decoder(config, rope=rope)
+        | windows
+        | {
+            "no_rope_layers": [int(i not in without) for i in layers],
+            "attention_bias": config.qkv_bias,
+            "mlp_bias": config.ffn_bias,
+        }
+    )
 
 
 SMOLLM3 = decoder(

@@ -27,8 +27,11 @@ from bagu.nn.vision.towers import TowersConfig, TwoTowers
 from bagu.nn.vision.vit import ViT, ViTConfig
 
 ACTS: dict[str, FFNKind] = {
-    "quick_gelu": "gelu_quick", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-}  # fmt: skip
+    "quick_gelu": "gelu_quick",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 NAMED_ACTS: dict[FFNKind, str] = {"gelu_quick": "quick_gelu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 # of training; the first two are dropout
@@ -43,17 +46,24 @@ def _act(act: str, eps: float) -> dict[str, Key]:
 
 
 VIT_KEYS: Keys = {
-    **VISION, **_act("gelu", 1e-12), "qkv_bias": Read(bool, True),
+    **VISION,
+    **_act("gelu", 1e-12),
+    "qkv_bias": Read(bool, True),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride"), UNUSED),
     **dict.fromkeys(("pooler_act", "pooler_output_size"), UNUSED),  # bagu's pool is the class token itself
-}  # fmt: skip
+}
 CLIP_VISION: Keys = {**VISION, **_act("quick_gelu", 1e-5), "projection_dim": UNUSED}
 CLIP_TEXT: Keys = {**TEXT, **_act("quick_gelu", 1e-5), "projection_dim": UNUSED}
 CLIP_KEYS: Keys = {
-    **SHARED, "text_config": Required(dict), "vision_config": Required(dict), "projection_dim": Read(int, 512, least=1),
-    "logit_scale_init_value": UNUSED, "initializer_factor": UNUSED, "text_config_dict": Only(None),
+    **SHARED,
+    "text_config": Required(dict),
+    "vision_config": Required(dict),
+    "projection_dim": Read(int, 512, least=1),
+    "logit_scale_init_value": UNUSED,
+    "initializer_factor": UNUSED,
+    "text_config_dict": Only(None),
     "vision_config_dict": Only(None),
-}  # fmt: skip
+}
 SIGLIP_VISION: Keys = {**VISION, **_act("gelu_pytorch_tanh", 1e-6), "vision_use_head": Only(True)}
 SIGLIP_TEXT: Keys = {**TEXT, **_act("gelu_pytorch_tanh", 1e-6), "projection_size": Read(int | None, None, least=1)}
 SIGLIP_KEYS: Keys = {
@@ -65,14 +75,20 @@ SIGLIP_KEYS: Keys = {
 
 # (ours, theirs) of a layer
 CLIP_LAYER = {
-    "attention_norm": "layer_norm1", "ffn_norm": "layer_norm2", "attention.out": "self_attn.out_proj",
-    "ffn.up": "mlp.fc1", "ffn.down": "mlp.fc2",
-}  # fmt: skip
+    "attention_norm": "layer_norm1",
+    "ffn_norm": "layer_norm2",
+    "attention.out": "self_attn.out_proj",
+    "ffn.up": "mlp.fc1",
+    "ffn.down": "mlp.fc2",
+}
 CLIP_QKV = tuple(f"self_attn.{n}_proj" for n in "qkv")
 VIT_LAYER = {
-    "attention_norm": "layernorm_before", "ffn_norm": "layernorm_after", "attention.out": "attention.output.dense",
-    "ffn.up": "intermediate.dense", "ffn.down": "output.dense",
-}  # fmt: skip
+    "attention_norm": "layernorm_before",
+    "ffn_norm": "layernorm_after",
+    "attention.out": "attention.output.dense",
+    "ffn.up": "intermediate.dense",
+    "ffn.down": "output.dense",
+}
 VIT_QKV = tuple(f"attention.attention.{n}" for n in ("query", "key", "value"))
 
 Piece = tuple[str, torch.Tensor]  # the name in the file, and a view of our parameter in the file's shape
@@ -177,10 +193,17 @@ def _ffn(values: Mapping[str, Any]) -> FFNKind:
 
 def _vit_config(v: Mapping[str, Any], **more: Any) -> ViTConfig:
     return ViTConfig(
-        image_size=v["image_size"], patch_size=v["patch_size"], channels=v["num_channels"],
-        hidden_size=v["hidden_size"], num_layers=v["num_hidden_layers"], num_heads=v["num_attention_heads"],
-        intermediate_size=v["intermediate_size"], ffn=_ffn(v), eps=float(v["layer_norm_eps"]), **more,
-    )  # fmt: skip
+        image_size=v["image_size"],
+        patch_size=v["patch_size"],
+        channels=v["num_channels"],
+        hidden_size=v["hidden_size"],
+        num_layers=v["num_hidden_layers"],
+        num_heads=v["num_attention_heads"],
+        intermediate_size=v["intermediate_size"],
+        ffn=_ffn(v),
+        eps=float(v["layer_norm_eps"]),
+        **more,
+    )
 
 
 def _text_config(v: Mapping[str, Any], *, causal: bool) -> ModelConfig:
@@ -206,8 +229,10 @@ def _read_clip(hf: Mapping[str, Any]) -> TowersConfig:
         )
     return TowersConfig(
         image=_vit_config(vision, pool="cls", patch_bias=False, embedding_norm=True),
-        text=_text_config(text, causal=True), dim=top["projection_dim"], text_pool="last",
-    )  # fmt: skip
+        text=_text_config(text, causal=True),
+        dim=top["projection_dim"],
+        text_pool="last",
+    )
 
 
 def _read_siglip(hf: Mapping[str, Any]) -> TowersConfig:
@@ -218,9 +243,13 @@ def _read_siglip(hf: Mapping[str, Any]) -> TowersConfig:
     if size != vision["hidden_size"]:
         raise WeightsError(f"siglip: texts have {size} features and images {vision['hidden_size']}", hint="mend it")
     return TowersConfig(
-        image=_vit_config(vision, pool="attention"), text=_text_config(text, causal=False), dim=None,
-        text_pool="last", text_projection_bias=True, sigmoid_bias=True,
-    )  # fmt: skip
+        image=_vit_config(vision, pool="attention"),
+        text=_text_config(text, causal=False),
+        dim=None,
+        text_pool="last",
+        text_projection_bias=True,
+        sigmoid_bias=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -313,10 +342,16 @@ def _load(model: ViT | TwoTowers, kind: str, files: dict[str, torch.Tensor]) -> 
 
 def _written(vit: ViTConfig) -> dict[str, Any]:
     return {
-        "image_size": vit.image_size, "patch_size": vit.patch_size, "num_channels": vit.channels,
-        "hidden_size": vit.hidden_size, "num_hidden_layers": vit.num_layers, "num_attention_heads": vit.num_heads,
-        "intermediate_size": vit.intermediate_size, "hidden_act": NAMED_ACTS[vit.ffn], "layer_norm_eps": vit.eps,
-    }  # fmt: skip
+        "image_size": vit.image_size,
+        "patch_size": vit.patch_size,
+        "num_channels": vit.channels,
+        "hidden_size": vit.hidden_size,
+        "num_hidden_layers": vit.num_layers,
+        "num_attention_heads": vit.num_heads,
+        "intermediate_size": vit.intermediate_size,
+        "hidden_act": NAMED_ACTS[vit.ffn],
+        "layer_norm_eps": vit.eps,
+    }
 
 
 def hugging_face_config(config: ViTConfig | TowersConfig, kind: str) -> dict[str, Any]:
@@ -327,11 +362,18 @@ def hugging_face_config(config: ViTConfig | TowersConfig, kind: str) -> dict[str
         assert isinstance(config.image, ViTConfig)
         text = config.text
         words = {
-            "vocab_size": text.vocab_size, "max_position_embeddings": text.max_len, "hidden_size": text.hidden_size,
-            "num_hidden_layers": text.num_layers, "num_attention_heads": text.num_heads,
-            "intermediate_size": text.intermediate_size, "hidden_act": NAMED_ACTS.get(text.ffn, "none"),
-            "layer_norm_eps": text.norm.eps, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None,
-        }  # fmt: skip
+            "vocab_size": text.vocab_size,
+            "max_position_embeddings": text.max_len,
+            "hidden_size": text.hidden_size,
+            "num_hidden_layers": text.num_layers,
+            "num_attention_heads": text.num_heads,
+            "intermediate_size": text.intermediate_size,
+            "hidden_act": NAMED_ACTS.get(text.ffn, "none"),
+            "layer_norm_eps": text.norm.eps,
+            "eos_token_id": None,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        }
         body = {"vision_config": _written(config.image), "text_config": words}
         body |= {"projection_dim": config.dim} if kind == "clip" else {}
     hf = {"architectures": [KNOWN[kind].architecture], "model_type": kind, **body}

@@ -55,9 +55,14 @@ def pack(images: torch.Tensor | Sequence[torch.Tensor], patch: int, side: int, s
     is_patch = inside >= 0
     position = torch.where(is_patch, specials + inside // width * side + inside % width, place)
     return Packed(
-        patches, torch.nonzero(is_patch).squeeze(1).to(device), torch.where(is_patch, 0, place).to(device),
-        position.to(device), cu_seqlens.int().to(device), int(lengths.max()), tuple(grids),
-    )  # fmt: skip
+        patches,
+        torch.nonzero(is_patch).squeeze(1).to(device),
+        torch.where(is_patch, 0, place).to(device),
+        position.to(device),
+        cu_seqlens.int().to(device),
+        int(lengths.max()),
+        tuple(grids),
+    )
 
 
 def to_floats(pixels: torch.Tensor, dtype: torch.dtype = torch.float32, *, standardize: bool = False) -> torch.Tensor:

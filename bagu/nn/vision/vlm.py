@@ -95,9 +95,15 @@ class VLM(VisionPart):
         return Placed(rows, vectors)
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, kv: KV | None = None,
-        *, images: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> Output:  # fmt: skip
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_len: int,
+        kv: KV | None = None,
+        *,
+        images: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> Output:
         """As `Transformer.forward`, with the images whose placeholders are in `ids`."""
         placed = None if images is None else self.place(ids, images)
         out: Output = self.decoder(ids, positions, cu_seqlens, max_len, kv, placed=placed)

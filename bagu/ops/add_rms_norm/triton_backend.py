@@ -15,17 +15,29 @@ TUNABLE = {  # the tests run every combination
 
 
 def forward(
-    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float,
-    *, block_m: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    w: torch.Tensor,
+    eps: float,
+    *,
+    block_m: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y, s, _, r = run_forward("rms", x, w, eps, forward_tile(x, block_m, num_warps), addend=residual)
     assert s is not None, "run_forward returns s where it is given an addend"
     return y, s, r
 
 
 def backward(
-    dy: torch.Tensor, ds: torch.Tensor, s: torch.Tensor, w: torch.Tensor, r: torch.Tensor, eps: float,
-    *, programs_per_sm: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    ds: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    r: torch.Tensor,
+    eps: float,
+    *,
+    programs_per_sm: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx, dw, _ = run_backward("rms", dy, s, w, r, eps, programs_per_sm, num_warps, ds=ds)
     return dx, dw

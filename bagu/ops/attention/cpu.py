@@ -63,9 +63,15 @@ class _Gradients(NamedTuple):
 
 
 def _backward(
-    shape: Shape, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor,
-) -> _Gradients:  # fmt: skip
+    shape: Shape,
+    scale: float,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> _Gradients:
     """The gradients of segments of length L. The gradients of bias and sinks have the dtype of scores."""
     L, dtype, acc = q.shape[1], q.dtype, accumulator(q.dtype)
     sinks, softcap = shape.sinks, shape.softcap

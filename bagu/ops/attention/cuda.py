@@ -59,9 +59,14 @@ def equal(
 
 
 def packed(
-    shape: Shape, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    shape: Shape,
+    scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
     max_len: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out[T, H, E] and lse[T, H]. Zeros pad q, k and v to one width, a multiple of 8, as the kernel requires."""
     E, wide = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     q, k, v = (

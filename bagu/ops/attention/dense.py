@@ -36,9 +36,15 @@ def _with_sink(s: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def forward(
-    added: torch.Tensor | None, scale: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-    sinks: torch.Tensor | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    added: torch.Tensor | None,
+    scale: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out[B, L, H, E] and lse[B, L, H]; autograd can differentiate out, but lse has no gradient."""
     H, keys = q.shape[2], k.shape[1]
     s = (_heads_first(q, H) * scale) @ _heads_first(k, H).mT
@@ -57,9 +63,16 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    added: torch.Tensor | None, scale: float, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
-    sinks: torch.Tensor | None = None, softcap: float | None = None,
-) -> Gradients:  # fmt: skip
+    added: torch.Tensor | None,
+    scale: float,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> Gradients:
     H, G, keys = q.shape[2], k.shape[2], k.shape[1]
     qh, kh, vh, doh = (_heads_first(x, H) for x in (q, k, v, dout))
     s, slope = (qh * scale) @ kh.mT, None

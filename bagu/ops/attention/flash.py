@@ -54,9 +54,13 @@ def backward(
     """dq, dk and dv, in the dtype of the inputs; the caller converts the inputs if `widens` is true."""
     D, E = q.shape[-1], v.shape[-1]
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_heads_first(x, max(D, E)) for x in (dout, q, k, v, out)), lse.transpose(1, 2), 0.0, causal, attn_mask=added,
+        *(_heads_first(x, max(D, E)) for x in (dout, q, k, v, out)),
+        lse.transpose(1, 2),
+        0.0,
+        causal,
+        attn_mask=added,
         scale=scale,
-    )  # fmt: skip
+    )
     dq, dk, dv = (g.transpose(1, 2)[..., :n] for g, n in zip(grads, (D, D, E), strict=True))
     return dq, dk, dv
 

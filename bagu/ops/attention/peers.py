@@ -12,9 +12,16 @@ from bagu.ops.attention.shape import Shape
 
 
 def eager(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    window: int | None, scale: float | None, **terms: Any,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_len: int,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    **terms: Any,
+) -> torch.Tensor:
     """SDPA over the whole batch with a mask, as a trainer with packing but without a varlen kernel runs it.
 
     Segments of one length need no mask and run as a batch.
@@ -36,9 +43,16 @@ def eager(
 
 
 def cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    window: int | None, scale: float | None, **terms: Any,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_len: int,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    **terms: Any,
+) -> torch.Tensor:
     _refuse(terms, "cuDNN through SDPA")
     if not _equal(q, cu_seqlens, max_len) or window is not None:
         raise NotOffered("cuDNN through SDPA has segments of one length and no window")
@@ -47,9 +61,16 @@ def cudnn(
 
 
 def flash_attention_2(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_len: int, causal: bool,
-    window: int | None, scale: float | None, **terms: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_len: int,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    **terms: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The varlen kernel that ships with PyTorch."""
     _refuse(terms, "FlashAttention-2 in PyTorch")
     shape, scale = Shape(causal=causal, window=window), q.shape[-1] ** -0.5 if scale is None else scale

@@ -30,9 +30,15 @@ RowsOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (sequence[I], p
 
 
 def attend(
-    shape: Shape, scale: float, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows_of: RowsOf,
-    offsets: Sequence[int], lengths: Sequence[int],
-) -> Pair:  # fmt: skip
+    shape: Shape,
+    scale: float,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows_of: RowsOf,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> Pair:
     """out[T, H, E] and lse[T, H] of q[T, H, D] over rows of keys[·, G, D] and values[·, G, E].
 
     q[offsets[s] : offsets[s + 1]] are the last of the lengths[s] tokens of sequence s.

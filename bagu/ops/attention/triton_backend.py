@@ -76,9 +76,14 @@ def _tiles(
 
 
 def _constants(
-    q: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, causal: bool, window: int | None,
-    softcap: float | None, block: Block,
-) -> dict[str, Any]:  # fmt: skip
+    q: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    block: Block,
+) -> dict[str, Any]:
     """The constexpr arguments and launch options of a kernel."""
     D, E = q.shape[-1], v.shape[-1]
     return {

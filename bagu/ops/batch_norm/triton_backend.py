@@ -271,9 +271,16 @@ def normalize(
 
 
 def channel_sums(
-    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, tiling: Tiling, C: int, D: int = 1,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+    *,
+    tiling: Tiling,
+    C: int,
+    D: int = 1,
     relu: Pair | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Partial sums of db and dw, [splits, K / C, 2, C], for [O, K, I]; channel k uses the statistics k // D.
 
     With the weight and bias in `relu`, dy is that of a ReLU of the result, and K is C."""
@@ -339,9 +346,14 @@ def _of_nothing(
 
 
 def backward(
-    a: Args, dy: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, elements: int | None = None,
+    a: Args,
+    dy: torch.Tensor,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+    *,
+    elements: int | None = None,
     num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     x = a.x
     dx = empty_like(x)
     if not x.numel():

@@ -88,9 +88,13 @@ class _Backward(Replayed):
         super().__init__(host, lambda: launcher)
 
     def after(
-        self, forward: Repeated | None, wanted: Sequence[bool], douts: Sequence[torch.Tensor | None],
-        saved: Sequence[torch.Tensor | None], scalars: Sequence[Any],
-    ) -> Results:  # fmt: skip
+        self,
+        forward: Repeated | None,
+        wanted: Sequence[bool],
+        douts: Sequence[torch.Tensor | None],
+        saved: Sequence[torch.Tensor | None],
+        scalars: Sequence[Any],
+    ) -> Results:
         """The gradients after a forward of this kind, or of any if it is None. After a known forward, the kind of a
         backward is that of the incoming gradients; looking at all saved tensors takes as long as four launches."""
         values = (wanted, *douts, *saved, *scalars)

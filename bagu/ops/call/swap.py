@@ -63,8 +63,10 @@ def _function(mine: Placed) -> Any:
         return results
 
     def backward(ctx: Any, *douts: Any) -> Any:
-        given = [v.detach().requires_grad_(n) if isinstance(v, torch.Tensor) else v
-                 for v, n in zip(ctx.values, ctx.needs_input_grad, strict=True)]  # fmt: skip
+        given = [
+            v.detach().requires_grad_(n) if isinstance(v, torch.Tensor) else v
+            for v, n in zip(ctx.values, ctx.needs_input_grad, strict=True)
+        ]
         with torch.enable_grad():
             outputs = spec.apply(spec.torch_backend.forward, dict(zip(spec.names, given, strict=True)))[
                 : len(spec.sig.outputs)

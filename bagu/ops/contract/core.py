@@ -47,9 +47,16 @@ class Case:
     """
 
     def __init__(
-        self, name: str, why: str, *, bench: bool = False, mixed: Sequence[str] = (), frozen: Sequence[str] = (),
-        sms: int | None = None, **params: Any,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        why: str,
+        *,
+        bench: bool = False,
+        mixed: Sequence[str] = (),
+        frozen: Sequence[str] = (),
+        sms: int | None = None,
+        **params: Any,
+    ) -> None:
         self.name, self.why, self.bench, self.params = name, why, bench, params
         self.mixed, self.frozen, self.sms = tuple(mixed), tuple(frozen), sms
 
@@ -217,10 +224,11 @@ class OpSpec:
         dims |= self.derive(args, dims) if self.derive is not None else {}
         x, given = args[self.sig.tensors[0].name], args.get("dtype")
         return [
-            empty_like(x) if r.name in self.like_first
+            empty_like(x)
+            if r.name in self.like_first
             else x.new_empty(r.shape(dims), dtype=r.result_dtype(x.dtype, given))
             for r in self.sig.results
-        ]  # fmt: skip
+        ]
 
     def module(self, backend: str) -> ModuleType:
         if backend not in self.backends:

@@ -22,11 +22,15 @@ def arguments(
     stride, dilation = _as_pair(op, "stride", stride), _as_pair(op, "dilation", dilation)
     pad = _as_padding(op, padding, w, stride, dilation)
     return {
-        "x": x.permute(0, 2, 3, 1), "w": w.permute(0, 2, 3, 1),
-        "stride_h": stride[0], "stride_w": stride[1],
-        "pad_h": pad[0], "pad_w": pad[1],
-        "dilation_h": dilation[0], "dilation_w": dilation[1],
-    }  # fmt: skip
+        "x": x.permute(0, 2, 3, 1),
+        "w": w.permute(0, 2, 3, 1),
+        "stride_h": stride[0],
+        "stride_w": stride[1],
+        "pad_h": pad[0],
+        "pad_w": pad[1],
+        "dilation_h": dilation[0],
+        "dilation_w": dilation[1],
+    }
 
 
 def _check_images(op: str, x: object, w: object) -> None:
@@ -103,7 +107,14 @@ def conv1d(
             "conv1d: x and w are not two tensors of 3 dims, expected x[B, C, W] and w[O, C / groups, S]"
         )
     y = conv2d(
-        x.unsqueeze(2), w.unsqueeze(2), bias, (1, stride), (0, padding), (1, dilation), groups, activation=activation,
+        x.unsqueeze(2),
+        w.unsqueeze(2),
+        bias,
+        (1, stride),
+        (0, padding),
+        (1, dilation),
+        groups,
+        activation=activation,
         backend=backend,
-    )  # fmt: skip
+    )
     return y.squeeze(2)

@@ -62,9 +62,14 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def convolved(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, stride: tuple[int, int], pad: tuple[int, int],
-    dilation: tuple[int, int], groups: int,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: tuple[int, int],
+    pad: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> torch.Tensor:
     y = F.conv2d(channels_first(x), channels_first(w), bias, stride, pad, dilation, groups)
     return channels_last(y)
 
@@ -140,10 +145,15 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
         "x": x,
         "w": (R * S * C // groups) ** -0.5 * streams.normal("w", O, R, S, C // groups),
         "bias": streams.normal("bias", O) if case.get("bias", False) else None,
-        "stride_h": stride_h, "stride_w": stride_w, "pad_h": pad_h, "pad_w": pad_w,
-        "dilation_h": dilation_h, "dilation_w": dilation_w, "groups": groups,
+        "stride_h": stride_h,
+        "stride_w": stride_w,
+        "pad_h": pad_h,
+        "pad_w": pad_w,
+        "dilation_h": dilation_h,
+        "dilation_w": dilation_w,
+        "groups": groups,
         "activation": case.get("activation", None),
-    }  # fmt: skip
+    }
 
 
 def cost(dims: Mapping[str, Any], itemsize: int) -> Cost:

@@ -34,9 +34,15 @@ def as_nhwc(x: torch.Tensor) -> torch.Tensor:
 
 
 def convolve(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, steps: Steps, groups: int, activation: str | None,
-    scales: Scales | None = None, dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    steps: Steps,
+    groups: int,
+    activation: str | None,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """y [B, P, Q, O] in `dtype`, or that of x. The `scales` of x [1] and w [O] multiply sums of int8."""
     if w.shape[1:3] == (1, 1) and steps.pad == (0, 0):  # one tap: the pixels that a stride skips are not read
         x = x[:, :: steps.stride[0], :: steps.stride[1]]
@@ -62,9 +68,14 @@ def _fits_hopper(x: torch.Tensor, y: torch.Tensor, steps: Steps, groups: int) ->
 
 
 def _by_boxes(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, scales: Scales | None, y: torch.Tensor, steps: Steps,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: Scales | None,
+    y: torch.Tensor,
+    steps: Steps,
     activation: str | None,
-) -> None:  # fmt: skip
+) -> None:
     (B, H, W, C), (_, P, Q, O), (R, S) = x.shape, y.shape, w.shape[1:3]
     N, sizes = 128 if O > 64 else 64, (B, P, Q)
     box = _box(sizes, triton.cdiv(O, N), num_sms(x.device), large=activation != "gelu")
@@ -92,9 +103,15 @@ def _box(sizes: Box, deep: int, sms: int, *, large: bool) -> Box:
 
 
 def _by_pointers(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, scales: Scales | None, y: torch.Tensor, steps: Steps,
-    groups: int, activation: str | None,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    scales: Scales | None,
+    y: torch.Tensor,
+    steps: Steps,
+    groups: int,
+    activation: str | None,
+) -> None:
     (B, H, W, C), (_, P, Q, O), (R, S, I) = x.shape, y.shape, w.shape[1:]
     exact, small = x.element_size() > 2, 32 if x.dtype == torch.int8 else 16
     per_group = O // groups

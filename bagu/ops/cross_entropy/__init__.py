@@ -20,6 +20,11 @@ def cross_entropy(
     The result is not reduced: the mean over targets is `losses.sum() / (targets != ignore_index).sum()`.
     """
     return call(
-        SPEC, backend, logits=logits, targets=targets,
-        ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
-    )  # fmt: skip
+        SPEC,
+        backend,
+        logits=logits,
+        targets=targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )

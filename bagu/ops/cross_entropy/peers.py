@@ -25,6 +25,10 @@ def liger(a: Args) -> torch.Tensor:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return liger_cross_entropy(
-        a.logits.flatten(0, -2), a.targets.flatten(), ignore_index=a.ignore_index, reduction="none",
-        label_smoothing=a.label_smoothing, lse_square_scale=a.z_loss,
-    ).view(a.targets.shape)  # fmt: skip
+        a.logits.flatten(0, -2),
+        a.targets.flatten(),
+        ignore_index=a.ignore_index,
+        reduction="none",
+        label_smoothing=a.label_smoothing,
+        lse_square_scale=a.z_loss,
+    ).view(a.targets.shape)

@@ -182,9 +182,15 @@ def _backward(
 
 
 def reduce_rows(
-    a: Args, y: torch.Tensor, lse: torch.Tensor, base: torch.Tensor | None = None, *, block: int | None = None,
-    splits: int | None = None, num_warps: int | None = None,
-) -> None:  # fmt: skip
+    a: Args,
+    y: torch.Tensor,
+    lse: torch.Tensor,
+    base: torch.Tensor | None = None,
+    *,
+    block: int | None = None,
+    splits: int | None = None,
+    num_warps: int | None = None,
+) -> None:
     """Write each row's loss into `y`, its lse into `base` and `lse`, which are to be added; without `base` its target's
     logit into `y`, and its lse.
 
@@ -231,9 +237,14 @@ def forward(
 
 
 def backward(
-    a: Args, dlosses: torch.Tensor, base: torch.Tensor, rest: torch.Tensor, *, block: int | None = None,
+    a: Args,
+    dlosses: torch.Tensor,
+    base: torch.Tensor,
+    rest: torch.Tensor,
+    *,
+    block: int | None = None,
     num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor]:
     dlogits = torch.empty_like(a.logits, memory_format=torch.contiguous_format)
     if not dlogits.numel():
         return (dlogits,)

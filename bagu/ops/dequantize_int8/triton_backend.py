@@ -61,9 +61,14 @@ def _flat(
 
 
 def forward(
-    q: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: str,
-    *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    granularity: str,
+    dtype: str,
+    *,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor]:
     y = torch.empty(q.shape, dtype=getattr(torch, dtype), device=q.device)
     if not q.numel():
         return (y,)

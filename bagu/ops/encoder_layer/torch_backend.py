@@ -17,9 +17,15 @@ def _norm(
 
 
 def _norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
-    eps: float, plus: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    plus: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
     dx, dw, db = layer_norm.backward(dy, x, w, b, mean, rstd, eps)
     return dx if plus is None else dx + plus, dw, db
 

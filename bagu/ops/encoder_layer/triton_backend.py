@@ -16,9 +16,15 @@ def _norm(
 
 
 def _norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor,
-    eps: float, plus: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    plus: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
     return run_backward("layer", dy, x, w, rstd, eps, None, None, mean=mean, b=b, ds=plus)
 
 

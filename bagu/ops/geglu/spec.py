@@ -51,11 +51,15 @@ EXACT = [
     Case("exact_loud", "erf is flat and exp(-gate^2 / 2) is zero", M=4, N=48, scale=1e3, approximate="none"),
     Case("exact_mid", "near |gate| = 2 exact and tanh differ most, by 5e-4", M=8, N=64, scale=2, approximate="none"),
     Case(
-        "exact_inf", "inf * 0 = NaN in dgate, and -inf * 0 = NaN in y",
-        M=3, N=20, plant=[gated.INF, -gated.INF], approximate="none",
+        "exact_inf",
+        "inf * 0 = NaN in dgate, and -inf * 0 = NaN in y",
+        M=3,
+        N=20,
+        plant=[gated.INF, -gated.INF],
+        approximate="none",
     ),
     Case("exact_packed", "erf is the dearest of the three steps", bench=True, M=16384, N=8192, approximate="none"),
-]  # fmt: skip
+]
 
 SPEC = OpSpec(
     name="geglu",

@@ -9,14 +9,23 @@ KIND = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 def forward(
-    x: torch.Tensor, up: torch.Tensor | None, approximate: str,
-    *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    approximate: str,
+    *,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor]:
     return run_forward(KIND[approximate], x, up, block, num_warps)
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None, approximate: str,
-    *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    approximate: str,
+    *,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     return run_backward(KIND[approximate], dy, x, up, block, num_warps)

@@ -64,11 +64,12 @@ SPEC = OpSpec(
         Case("mid_tanh", "the same, for the tanh", lead=(8, 64), scale=2.0, approximate=True),
         Case("faint", "a small x stands where Phi is steepest, about 1/2", M=200, scale=1e-3),
         Case("loud", "erf is flat and exp(-x^2 / 2) is zero", M=200, scale=1e3),
-        Case("loud_tanh", "x^3 is past fp16's largest value, where the tanh is flat", M=200, scale=1e3,
-             approximate=True),
+        Case(
+            "loud_tanh", "x^3 is past fp16's largest value, where the tanh is flat", M=200, scale=1e3, approximate=True
+        ),
         Case("nan", "a NaN spoils its own place and no other", M=40, plant=[NAN]),
         Case("inf", "inf passes, -inf * 0 is NaN, and so are both slopes", M=40, plant=[INF, -INF], approximate=True),
         Case("exact", "the hidden features of an FFN at 16k tokens", bench=True, M=16384 * 8192),
         Case("tanh", "the same, for the tanh", bench=True, M=16384 * 8192, approximate=True),
     ],
-)  # fmt: skip
+)

@@ -23,6 +23,4 @@ def group_assign(
     alone, with the gradient of the soft choice. `noise` adds Gumbel noise, a function of `seed` and the element's
     position: a sample, for training. `eps` is added to the number of a group's tokens, so that an empty group is 0.
     """
-    return call(
-        SPEC, backend, scores=scores, values=values, tau=tau, hard=hard, noise=noise, seed=seed, eps=eps
-    )  # fmt: skip
+    return call(SPEC, backend, scores=scores, values=values, tau=tau, hard=hard, noise=noise, seed=seed, eps=eps)

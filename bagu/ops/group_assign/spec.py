@@ -73,10 +73,14 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     if case.get("dead", False):
         scores[..., 0] = -torch.inf
     return {
-        "scores": scores, "values": streams.normal("values", B, T, D),
-        "tau": case.get("tau", streams.choice("tau", 1.0, 1.7)), "hard": case.get("hard", True),
-        "noise": case.get("noise", True), "seed": case.get("seed", 1), "eps": streams.choice("eps", 1.0, 0.3),
-    }  # fmt: skip
+        "scores": scores,
+        "values": streams.normal("values", B, T, D),
+        "tau": case.get("tau", streams.choice("tau", 1.0, 1.7)),
+        "hard": case.get("hard", True),
+        "noise": case.get("noise", True),
+        "seed": case.get("seed", 1),
+        "eps": streams.choice("eps", 1.0, 0.3),
+    }
 
 
 def cost(dims: Mapping[str, int], itemsize: int) -> Cost:

@@ -105,9 +105,14 @@ def forward(args: Args, *, block_t: int | None = None, block_d: int | None = Non
 
 
 def backward(
-    args: Args, dy: torch.Tensor, y: torch.Tensor, mass: torch.Tensor,
-    *, block_t: int | None = None, block_d: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    args: Args,
+    dy: torch.Tensor,
+    y: torch.Tensor,
+    mass: torch.Tensor,
+    *,
+    block_t: int | None = None,
+    block_d: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     (B, T, G), D = args.scores.shape, args.values.shape[2]
     ds, dv = args.scores.new_empty(B, T, G), args.values.new_empty(B, T, D)
     if not B * T * G:
@@ -126,11 +131,14 @@ def _prepared(
     values = args.values if args.values.stride(2) == 1 else args.values.contiguous()
     groups = max(next_power_of_2(args.scores.shape[2]), 16)  # tl.dot needs 16
     shape = {
-        "HARD": args.hard, "NOISE": args.noise, "GROUPS": groups, "ACC": triton_acc(args.scores.dtype),
+        "HARD": args.hard,
+        "NOISE": args.noise,
+        "GROUPS": groups,
+        "ACC": triton_acc(args.scores.dtype),
         "BLOCK_T": block_t or (32 if groups < 64 else 16),
         "BLOCK_D": block_d or min(max(next_power_of_2(args.values.shape[2]), 16), 64 if groups < 64 else 32),
         "num_warps": 4,
-    }  # fmt: skip
+    }
     return as_rows(args.scores), values, shape
 
 

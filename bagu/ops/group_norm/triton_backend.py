@@ -146,9 +146,14 @@ def forward(
 
 
 def backward(
-    a: Args, dy: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, *, block_g: int | None = None,
+    a: Args,
+    dy: torch.Tensor,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+    *,
+    block_g: int | None = None,
     num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     x, w, groups = a.x, a.w, a.groups
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():

@@ -64,9 +64,13 @@ class MetaStreams(Streams):
 
 
 def launches(
-    spec: OpSpec, case: Case, dtype: torch.dtype, backend: str = "triton",
-    tuning: Mapping[str, Mapping[str, Any]] | None = None, only: str | None = None,
-) -> list[Launch]:  # fmt: skip
+    spec: OpSpec,
+    case: Case,
+    dtype: torch.dtype,
+    backend: str = "triton",
+    tuning: Mapping[str, Mapping[str, Any]] | None = None,
+    only: str | None = None,
+) -> list[Launch]:
     """The launches of a forward, of the one for invariant mode, and of a backward, recorded on meta tensors; or `only`
     those of one step. `tuning` has the tuning options of "forward" and "backward"; the default are the backend's
     own."""

@@ -130,9 +130,14 @@ def inputs(case: Case, streams: Streams) -> dict[str, Any]:
     else:
         q, k = _integers(case, streams, lengths, T, H, G, D)
     return {
-        "q": q, "k": k, "v": v, "cu_seqlens": offsets, "max_len": case.get("max_len", max(lengths)),
-        "causal": case.get("causal", True), "scale": case.get("scale", streams.choice("scale", None, 0.2)),
-    }  # fmt: skip
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens": offsets,
+        "max_len": case.get("max_len", max(lengths)),
+        "causal": case.get("causal", True),
+        "scale": case.get("scale", streams.choice("scale", None, 0.2)),
+    }
 
 
 def cost(dims: Mapping[str, Any], itemsize: int) -> Cost:

@@ -59,9 +59,14 @@ def forward(a: Args) -> tuple[torch.Tensor]:
     given = q, k8, v, k_scale, out, tiles, T, H, H // G
     strides = q.stride(0), G * D, v.stride(0), q.stride(1), D, v.stride(1)
     sizes: dict[str, Any] = {
-        "D": D, "M": block.M, "N": block.N, "GROUP": GROUP, "STAGES": block.stages, "CAUSAL": a.causal,
+        "D": D,
+        "M": block.M,
+        "N": block.N,
+        "GROUP": GROUP,
+        "STAGES": block.stages,
+        "CAUSAL": a.causal,
         "num_warps": block.warps,
-    }  # fmt: skip
+    }
     if hopper:
         from bagu.ops.int8_attention.hopper_kernel import hopper_kernel
 

@@ -30,7 +30,14 @@ def int8_conv2d(
     """
     images = arguments("int8_conv2d", x, w, stride, padding, dilation)
     y: torch.Tensor = call(
-        SPEC, backend, **images, x_scale=x_scale, w_scale=w_scale, bias=bias, groups=groups, activation=activation,
+        SPEC,
+        backend,
+        **images,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        bias=bias,
+        groups=groups,
+        activation=activation,
         dtype=str(dtype).removeprefix("torch."),
-    )  # fmt: skip
+    )
     return y.permute(0, 3, 1, 2)

@@ -44,7 +44,8 @@ def _arguments(*fields: tuple[str, Any]) -> type[ctypes.Structure]:
 ARGUMENTS = {
     Kind.PRODUCT: _arguments(("M N K x_stride w_stride threads", LONG), ("x w bias y", POINTER)),
     Kind.ATTENTION: _arguments(
-        ("T H G D E B columns threads k_place k_head v_place v_head", LONG), ("scale", FLOAT),
+        ("T H G D E B columns threads k_place k_head v_place v_head", LONG),
+        ("scale", FLOAT),
         ("q k v begins ends row slot tables out lse", POINTER),
     ),
     Kind.NORM: _arguments(("M N threads", LONG), ("eps", FLOAT), ("x residual w y s r", POINTER)),
@@ -52,7 +53,7 @@ ARGUMENTS = {
     Kind.GATE: _arguments(("M N threads", LONG), ("x y act", POINTER)),
     Kind.COPY: _arguments(("M N", LONG), ("source from_rows to_rows to", POINTER)),
     Kind.NARROW: _arguments(("count", LONG), ("x y", POINTER)),
-}  # fmt: skip
+}
 
 
 class _Call(ctypes.Structure):

@@ -200,9 +200,15 @@ def forward_tile(x: torch.Tensor, block_m: int | None, num_warps: int | None) ->
 
 
 def run_forward(
-    kind: str, x: torch.Tensor, w: torch.Tensor, eps: float, tile: Tile,
-    *, b: torch.Tensor | None = None, addend: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    kind: str,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    eps: float,
+    tile: Tile,
+    *,
+    b: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """(y, s, mean, r or norm); s is None without an addend, mean is None except for "layer"."""
     rows, w, b = as_rows(x), w.contiguous(), None if b is None else b.contiguous()
     addends = None if addend is None else as_rows(addend)
@@ -229,9 +235,15 @@ def run_forward(
 
 def _options(kind: str, tile: Tile, *rows: torch.Tensor) -> dict[str, Any]:
     return {
-        "KIND": kind, "ALIGNED": aligned(*rows), "FULL": tile.block_n <= rows[0].shape[1], "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n, "TAIL": tile.tail, "ACC": triton_acc(rows[0].dtype), "num_warps": tile.num_warps,
-    }  # fmt: skip
+        "KIND": kind,
+        "ALIGNED": aligned(*rows),
+        "FULL": tile.block_n <= rows[0].shape[1],
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "TAIL": tile.tail,
+        "ACC": triton_acc(rows[0].dtype),
+        "num_warps": tile.num_warps,
+    }
 
 
 def _backward_tile(kind: str, N: int, num_warps: int | None) -> Tile:

@@ -116,10 +116,16 @@ def _product(
 
 
 def linear(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, *, bias: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None, residual: torch.Tensor | None = None, z: torch.Tensor | None = None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
     activation: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """y = act(x wᵀ + bias) + residual, or act(gate) * (x wᵀ + bias) + residual; `z` receives x wᵀ + bias."""
     _product(FORWARD, x, w.T, y, bias=bias, gate=gate, residual=residual, z=z, activation=activation)
 
@@ -132,9 +138,15 @@ def input_gradient(
 
 
 def activated_gradient(
-    dy: torch.Tensor, w: torch.Tensor, activation: str, gate: torch.Tensor, dz: torch.Tensor, *,
-    up: torch.Tensor | None = None, dgate: torch.Tensor | None = None,
-) -> None:  # fmt: skip
+    dy: torch.Tensor,
+    w: torch.Tensor,
+    activation: str,
+    gate: torch.Tensor,
+    dz: torch.Tensor,
+    *,
+    up: torch.Tensor | None = None,
+    dgate: torch.Tensor | None = None,
+) -> None:
     """With dh = dy w: dz = dh act'(gate); or, with `up`, dgate = dh up act'(gate) and dz = dh act(gate)."""
     tile = BACKWARD if up is None else FORWARD
     _product(tile, dy, w, dz, gate=gate, up=up, dgate=dgate, activation=activation, backward=True)

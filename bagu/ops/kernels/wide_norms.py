@@ -175,9 +175,15 @@ def wide_forward(args: tuple[Any, ...], x: torch.Tensor, kind: str) -> None:
 
 
 def wide_backward(
-    dy: torch.Tensor, ds: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor, mean: torch.Tensor | None,
-    r: torch.Tensor, dx: torch.Tensor, outputs: int,
-) -> torch.Tensor:  # fmt: skip
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    mean: torch.Tensor | None,
+    r: torch.Tensor,
+    dx: torch.Tensor,
+    outputs: int,
+) -> torch.Tensor:
     """Write dx of x[M, N] and return [outputs, P, N]: the partial dw, and the partial db if there are two outputs."""
     (M, N), acc, along = x.shape, triton_acc(x.dtype), torch.empty_like(r)
     level = None if mean is None else torch.empty_like(r)

@@ -12,9 +12,15 @@ TUNABLE = {  # the tests run every combination
 
 
 def forward(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, eps: float,
-    *, block_m: int | None = None, programs_per_sm: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    eps: float,
+    *,
+    block_m: int | None = None,
+    programs_per_sm: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y, _, mean, rstd = run_forward("layer", x, w, eps, forward_tile(x, block_m, programs_per_sm, num_warps), b=b)
     assert mean is not None, "run_forward returns the mean for a LayerNorm"
     return y, mean, rstd
@@ -60,8 +66,15 @@ def _long_rows(block: int, tail: int, aligned: bool) -> tuple[int, int]:
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None,
-    mean: torch.Tensor, rstd: torch.Tensor, eps: float,
-    *, programs_per_sm: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: float,
+    *,
+    programs_per_sm: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     return run_backward("layer", dy, x, w, rstd, eps, programs_per_sm, num_warps, mean=mean, b=b)

@@ -110,13 +110,20 @@ CASES = [
     Case("padded", "cu_seqlens is filled up with T, and those segments are empty", lengths=(70, 3, 0, 0), H=2, D=4),
     Case("singletons", "every segment is one token: out is v, but for eps", S=70, L=1, H=2, D=4),
     Case("shared", "two query heads share a key head, and its gradient is their sum", lengths=RAGGED, H=4, G=2, D=4),
-    Case("bidirectional", "a query reads its whole segment, on both sides of a chunk", lengths=RAGGED, H=2, D=4,
-         causal=False),
+    Case(
+        "bidirectional",
+        "a query reads its whole segment, on both sides of a chunk",
+        lengths=RAGGED,
+        H=2,
+        D=4,
+        causal=False,
+    ),
     Case("rotated", "features of any sign, normalised by positive ones of their own", lengths=RAGGED, H=2, D=6, F=4),
-    Case("rotated_both", "the same, both ways and with shared heads", lengths=(70, 60), H=4, G=2, D=6, F=6,
-         causal=False),
+    Case(
+        "rotated_both", "the same, both ways and with shared heads", lengths=(70, 60), H=4, G=2, D=6, F=6, causal=False
+    ),
     Case("damped", "eps is large enough to see", S=1, L=9, H=2, D=4, eps=0.5),
-]  # fmt: skip
+]
 BENCH = [
     Case("long_32k", "one document of 32k tokens", S=1, L=32768, H=16, D=64, bench=True),
     Case("packed_8k", "sixteen documents of 512 tokens", S=16, L=512, H=16, D=64, bench=True),

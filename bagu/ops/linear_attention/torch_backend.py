@@ -45,9 +45,15 @@ def mix(
 
 
 def _beyond(
-    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, place: torch.Tensor, *, border: torch.Tensor,
-    other: torch.Tensor, before: bool,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    place: torch.Tensor,
+    *,
+    border: torch.Tensor,
+    other: torch.Tensor,
+    before: bool,
+) -> torch.Tensor:
     """The contribution of the chunks before this one, or of those after it.
 
     `border` is the segment at the side of each chunk that faces them, `other` the segment at their side that faces it.

@@ -42,9 +42,14 @@ class Kernels:
     pad: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight
 
     def score_and_slope(
-        self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, z_loss: float, ignore_index: int,
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        z_loss: float,
+        ignore_index: int,
         dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """target_logit, lse, and the gradient of the weighted loss by the logits, for the one-pass loss."""
         target_logit, lse = self.score(logits, targets, ignore_index)
         dlse = weights * (1 + 2 * z_loss * lse) if z_loss else weights
@@ -63,18 +68,30 @@ class Kernels:
         return self.slope(logits, targets, lse, dtarget_logit, dlse, ignore_index, dtype)
 
     def loss_and_slope(
-        self, hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, weights: torch.Tensor,
-        z_loss: float, ignore_index: int, dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        V: int,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        z_loss: float,
+        ignore_index: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """target_logit, lse, the loss of the chunk, and its gradient by the logits; the weight has V real rows."""
         logits = self.logits(hidden, weight)[:, :V]
         target_logit, lse, slope = self.score_and_slope(logits, targets, weights, z_loss, ignore_index, dtype)
         return target_logit, lse, self.loss(target_logit, lse, weights, targets, z_loss, ignore_index), slope
 
     def loss(
-        self, target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor,
-        z_loss: float, ignore_index: int,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        target_logit: torch.Tensor,
+        lse: torch.Tensor,
+        weights: torch.Tensor,
+        targets: torch.Tensor,
+        z_loss: float,
+        ignore_index: int,
+    ) -> torch.Tensor:
         """The sum of the tokens' weighted losses. An ignored token may have any weight, also NaN."""
         losses = weights * token_losses(target_logit, lse, z_loss).loss
         return torch.where(targets != ignore_index, losses, 0.0).sum()
@@ -161,9 +178,13 @@ class Gradients:
 
 
 def operands(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, memory: int | None, kernels: Kernels,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    memory: int | None,
+    kernels: Kernels,
     itemsize: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
     """The operands [M, D] and [V or more, D], the targets [M], and the chunks of M for logits of `itemsize` bytes (by
     default the accumulator's)."""
     dtype = hidden.dtype
@@ -195,9 +216,13 @@ def forward(a: Args, kernels: Kernels) -> Scores:
 
 
 def backward(
-    a: Args, dtarget_logit: torch.Tensor, dlse: torch.Tensor, lse: torch.Tensor, needs: Mapping[str, bool],
+    a: Args,
+    dtarget_logit: torch.Tensor,
+    dlse: torch.Tensor,
+    lse: torch.Tensor,
+    needs: Mapping[str, bool],
     kernels: Kernels,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dhidden and dweight, each None if it is not needed; without dweight one of the three products is skipped."""
     hidden = a.hidden
     h, w, t, spans = operands(hidden, a.weight, a.targets, a.memory, kernels, kernels.slope_itemsize(hidden, a.weight))

@@ -71,9 +71,13 @@ _replayed_mean = Replayed(_mean_weights_host, available_launcher)
 
 
 def weighted_loss(
-    target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor, z_loss: float,
+    target_logit: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor,
+    targets: torch.Tensor,
+    z_loss: float,
     ignore_index: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The sum of weights * (lse - target_logit + z_loss * lse²) over the tokens that are not ignored."""
     tensors = (t.contiguous() for t in (target_logit, lse, weights, targets))
     made: Any = _replayed_loss(*tensors, float(z_loss), ignore_index)

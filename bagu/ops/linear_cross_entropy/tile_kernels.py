@@ -240,9 +240,14 @@ def scores(
 
 
 def loss_and_slope(
-    hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, weights: torch.Tensor, z_loss: float,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    V: int,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    z_loss: float,
     ignore_index: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """target_logit, lse, the weighted loss, and its gradient by the logits, whose columns from V on are zeros."""
     own = targets.contiguous(), weights.contiguous()
     made: Any = _replayed_loss(as_rows(hidden), as_rows(weight), *own, V, float(z_loss), ignore_index)
@@ -251,9 +256,15 @@ def loss_and_slope(
 
 
 def slope(
-    hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, lse: torch.Tensor,
-    dtarget_logit: torch.Tensor, dlse: torch.Tensor, ignore_index: int,
-) -> torch.Tensor:  # fmt: skip
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    V: int,
+    targets: torch.Tensor,
+    lse: torch.Tensor,
+    dtarget_logit: torch.Tensor,
+    dlse: torch.Tensor,
+    ignore_index: int,
+) -> torch.Tensor:
     """The gradient of the logits from those of the scores; its columns from V on are zeros."""
     own = (x.contiguous() for x in (targets, lse, dtarget_logit, dlse))
     made: Any = _replayed_slope(as_rows(hidden), as_rows(weight), *own, V, ignore_index)

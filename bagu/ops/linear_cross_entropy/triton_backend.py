@@ -141,18 +141,30 @@ class _Kernels(Kernels):
         return super().product_slope(hidden, weight, V, targets, lse, dtarget_logit, dlse, ignore_index, dtype)
 
     def loss_and_slope(
-        self, hidden: torch.Tensor, weight: torch.Tensor, V: int, targets: torch.Tensor, weights: torch.Tensor,
-        z_loss: float, ignore_index: int, dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        V: int,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        z_loss: float,
+        ignore_index: int,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         x, w = hidden.to(dtype), weight.to(dtype)
         if tile_kernels.fits(x, w):
             return tile_kernels.loss_and_slope(x, w, V, targets, weights, z_loss, ignore_index)
         return super().loss_and_slope(hidden, weight, V, targets, weights, z_loss, ignore_index, dtype)
 
     def loss(
-        self, target_logit: torch.Tensor, lse: torch.Tensor, weights: torch.Tensor, targets: torch.Tensor,
-        z_loss: float, ignore_index: int,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        target_logit: torch.Tensor,
+        lse: torch.Tensor,
+        weights: torch.Tensor,
+        targets: torch.Tensor,
+        z_loss: float,
+        ignore_index: int,
+    ) -> torch.Tensor:
         return loss_kernels.weighted_loss(target_logit, lse, weights, targets, z_loss, ignore_index)
 
     def mean_weights(self, targets: torch.Tensor, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
@@ -175,9 +187,15 @@ def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(
-    a: Args, dtarget_logit: torch.Tensor, dlse: torch.Tensor, lse: torch.Tensor, needs: Mapping[str, bool] = EVERY, *,
-    block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    a: Args,
+    dtarget_logit: torch.Tensor,
+    dlse: torch.Tensor,
+    lse: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY,
+    *,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     kernels = replace(KERNELS, slope=partial(_overwrite, block=block, num_warps=num_warps))
     return chunked.backward(a, dtarget_logit, dlse, lse, needs, kernels)
 

@@ -60,16 +60,23 @@ def invariant_forward(a: Args) -> Results:
 
 
 def backward(
-    a: Args, dloss: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor,
+    a: Args,
+    dloss: torch.Tensor,
+    hidden_grad: torch.Tensor,
+    weight_grad: torch.Tensor,
     needs: Mapping[str, bool] = EVERY,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return _scaled(dloss, hidden_grad, weight_grad, a.grad_hidden, a.grad_weight, needs)
 
 
 def _scaled(
-    dloss: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor, grad_hidden: bool, grad_weight: bool,
+    dloss: torch.Tensor,
+    hidden_grad: torch.Tensor,
+    weight_grad: torch.Tensor,
+    grad_hidden: bool,
+    grad_weight: bool,
     needs: Mapping[str, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     one_pass.check_made(needs, grad_hidden=grad_hidden, grad_weight=grad_weight)
     scale = lambda g: (g.to(dloss.dtype) * dloss).to(g.dtype)  # noqa: E731
     return scale(hidden_grad) if needs["hidden"] else None, scale(weight_grad) if needs["weight"] else None

@@ -60,9 +60,15 @@ def invariant_forward(a: Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def backward(
-    a: Args, dloss: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor,
-    needs: Mapping[str, bool] = EVERY, *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    a: Args,
+    dloss: torch.Tensor,
+    hidden_grad: torch.Tensor,
+    weight_grad: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY,
+    *,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     one_pass.check_made(needs, grad_hidden=a.grad_hidden, grad_weight=a.grad_weight)
     scale = lambda g: _scaled(g, dloss, block, num_warps)  # noqa: E731
     return scale(hidden_grad) if needs["hidden"] else None, scale(weight_grad) if needs["weight"] else None

@@ -33,6 +33,13 @@ def matmul(
             x, w, row_scale, column_scale, bias, residual=residual, activation=activation, backend=backend
         )
     return call(
-        SPEC, backend, x=x, w=w, bias=bias, residual=residual, row_scale=row_scale, column_scale=column_scale,
+        SPEC,
+        backend,
+        x=x,
+        w=w,
+        bias=bias,
+        residual=residual,
+        row_scale=row_scale,
+        column_scale=column_scale,
         activation=activation,
-    )  # fmt: skip
+    )

@@ -23,8 +23,9 @@ def _rows_of(ptr, first, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexpr, 
 
 
 @triton.jit
-def _load(source, first, k, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-          TMA: tl.constexpr):  # fmt: skip
+def _load(
+    source, first, k, rows, K, stride, ROWS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
+):
     """[ROWS, BK]: the columns from k on, zeros beyond the matrix."""
     if TMA:
         return source.load([first, k])

@@ -137,16 +137,22 @@ def _persistent(M: int, N: int, device: torch.device) -> Persistent | None:
 
 
 def _epilogue(
-    bias: torch.Tensor | None, residual: torch.Tensor | None, row_scale: torch.Tensor | None,
-    column_scale: torch.Tensor | None, activation: str | None,
-) -> Epilogue:  # fmt: skip
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    column_scale: torch.Tensor | None,
+    activation: str | None,
+) -> Epilogue:
     def packed(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.contiguous()
 
     return Epilogue(
-        bias=packed(bias), residual=packed(residual), row_scale=packed(row_scale), column_scale=packed(column_scale),
+        bias=packed(bias),
+        residual=packed(residual),
+        row_scale=packed(row_scale),
+        column_scale=packed(column_scale),
         activation=activation,
-    )  # fmt: skip
+    )
 
 
 def forward(a: Args, *, tile: int | None = None) -> tuple[torch.Tensor]:

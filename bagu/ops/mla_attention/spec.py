@@ -140,12 +140,17 @@ CASES = [
 V3: dict[str, Any] = {"H": 128, "rank": 512, "rope": 64, "B": 16, "bench": True}  # DeepSeek-V3 on one device
 BENCH = [
     Case("decode_v3", "64 requests of 4k tokens to DeepSeek-V3: products are the time", S=64, past=4095, **V3),
-    Case("decode_lite", "the same to DeepSeek-V2-Lite, 16 heads: bytes of the cache are the time", S=64, past=4095,
-         **V3 | {"H": 16}),
+    Case(
+        "decode_lite",
+        "the same to DeepSeek-V2-Lite, 16 heads: bytes of the cache are the time",
+        S=64,
+        past=4095,
+        **V3 | {"H": 16},
+    ),
     Case("decode_32k", "4 long contexts: few sequences must still fill the GPU", S=4, past=32767, **V3),
     Case("chunk_lite", "a chunk of 512 tokens after 8k, 16 heads", S=1, past=8192, new=512, **V3 | {"H": 16}),
     Case("chunk_v3", "a chunk of 512 tokens after 8k", S=1, past=8192, new=512, **V3),
-]  # fmt: skip
+]
 
 SPEC = OpSpec(
     name="mla_attention",

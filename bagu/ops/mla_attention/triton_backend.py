@@ -64,14 +64,21 @@ def forward(a: Args) -> tuple[torch.Tensor, torch.Tensor]:
     programs = groups * (T if hopper else S if one else T // tokens + S)
     split = _split(programs, a.max_context, num_sms(q.device))
     splits = triton.cdiv(a.max_context, split) if split else 1
-    parts, part_lse = (out, lse) if splits == 1 else (
-        q.new_empty(splits, T, H, rank, dtype=acc), q.new_empty(splits, T, H, dtype=acc)
-    )  # fmt: skip
+    parts, part_lse = (
+        (out, lse)
+        if splits == 1
+        else (q.new_empty(splits, T, H, rank, dtype=acc), q.new_empty(splits, T, H, dtype=acc))
+    )
     strides = tables.stride(0), q.stride(0), q.stride(1), cache.stride(0), cache.stride(1)
     sizes: dict[str, Any] = {
-        "B": cache.shape[1], "E": rank, "R": D - rank, "N": tile.N, "SPLIT": split,
-        "LARGE": strides[3] * len(cache) >= 2**31, "num_warps": tile.warps,
-    }  # fmt: skip
+        "B": cache.shape[1],
+        "E": rank,
+        "R": D - rank,
+        "N": tile.N,
+        "SPLIT": split,
+        "LARGE": strides[3] * len(cache) >= 2**31,
+        "num_warps": tile.warps,
+    }
     if hopper:
         from bagu.ops.mla_attention.hopper_kernel import hopper_kernel
 

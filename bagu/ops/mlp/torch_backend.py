@@ -33,9 +33,15 @@ def forward(a: Args, *, plus: torch.Tensor | None = None) -> Results:
 
 
 def backward(
-    a: Args, dy: torch.Tensor, z: torch.Tensor, u: torch.Tensor, h: torch.Tensor, needs: Mapping[str, bool] = EVERY, *,
+    a: Args,
+    dy: torch.Tensor,
+    z: torch.Tensor,
+    u: torch.Tensor,
+    h: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY,
+    *,
     plus: torch.Tensor | None = None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """`plus` is added to the gradient of x."""
     x = a.x
     of_down = {"x": True, "w": needs["down"], "bias": needs["down_bias"]}

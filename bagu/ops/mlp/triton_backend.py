@@ -32,9 +32,15 @@ def forward(a: Args, *, plus: torch.Tensor | None = None) -> Results:
 
 
 def backward(
-    a: Args, dy: torch.Tensor, z: torch.Tensor, u: torch.Tensor, h: torch.Tensor, needs: Mapping[str, bool] = EVERY, *,
+    a: Args,
+    dy: torch.Tensor,
+    z: torch.Tensor,
+    u: torch.Tensor,
+    h: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY,
+    *,
     plus: torch.Tensor | None = None,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """`plus` is added to the gradient of x."""
     x, gate = a.x, a.gate
     dys, xs, zs, hs = (_rows(t) for t in (dy, x, z, h))

@@ -40,9 +40,11 @@ def planes(words, DTYPE: tl.constexpr, FP8: tl.constexpr):
     """Four tensors of the shape of `words` (int32): feature 4 i + b of word i is in plane b."""
     if FP8 or not DTYPE.is_bf16():
         return (
-            _byte(words, 0, DTYPE, FP8), _byte(words, 1, DTYPE, FP8), _byte(words, 2, DTYPE, FP8),
+            _byte(words, 0, DTYPE, FP8),
+            _byte(words, 1, DTYPE, FP8),
+            _byte(words, 2, DTYPE, FP8),
             _byte(words, 3, DTYPE, FP8),
-        )  # fmt: skip
+        )
     else:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
         return tl.inline_asm_elementwise(INT8_TO_BF16, "=r,=r,=r,=r,r,r", [words], dtype=types, is_pure=True, pack=2)

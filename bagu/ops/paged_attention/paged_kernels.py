@@ -137,8 +137,11 @@ def paged_kernel(
     mixed = (tl.zeros([M, VW], ACC),)
     if WORDS == 4:
         mixed = (  # type: ignore[assignment]  # a tuple's length is part of its type in Triton too
-            tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC), tl.zeros([M, VW], ACC),
-        )  # fmt: skip
+            tl.zeros([M, VW], ACC),
+            tl.zeros([M, VW], ACC),
+            tl.zeros([M, VW], ACC),
+            tl.zeros([M, VW], ACC),
+        )
     if SINKS:  # noqa: SIM102
         if split == 0:  # a first score with no value
             top = tl.load(sinks_ptr + h, real, 0.0).to(ACC) * LOG2E

@@ -44,9 +44,14 @@ def _both(
 
 
 def forward(
-    x: torch.Tensor, amax: torch.Tensor | None, dtype: str,
-    *, rows: int | None = None, columns: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    amax: torch.Tensor | None,
+    dtype: str,
+    *,
+    rows: int | None = None,
+    columns: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`rows` and `columns` are the sides of a tile."""
     (M, K), acc, to = x.shape, triton_acc(x.dtype), getattr(torch, dtype)
     bits, kept = (torch.int64, torch.float64) if x.dtype == torch.float64 else (torch.int32, torch.float32)

@@ -56,8 +56,12 @@ SPEC = OpSpec(
         Case("empty", "there is no number, and nothing is launched", M=0),
         Case("faint", "squares fall below fp16's smallest normal value", M=200, scale=1e-3),
         Case("loud", "squares pass fp16's largest value, and its infinity is right", M=200, scale=300.0),
-        Case("special", "zeros of both signs have no slope; NaN stays; inf^2 is inf, and -inf is 0", M=40,
-             plant=[0.0, -0.0, NAN, INF, -INF]),
+        Case(
+            "special",
+            "zeros of both signs have no slope; NaN stays; inf^2 is inf, and -inf is 0",
+            M=40,
+            plant=[0.0, -0.0, NAN, INF, -INF],
+        ),
         Case("ffn", "the hidden features of an FFN at 16k tokens", bench=True, M=16384 * 8192),
     ],
-)  # fmt: skip
+)

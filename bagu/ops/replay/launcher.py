@@ -22,9 +22,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # the parameters of a compiled kernel's launcher that precede the kernel's own
 LEADING = (
-    "gridX", "gridY", "gridZ", "stream", "function",
-    "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook",
-)  # fmt: skip
+    "gridX",
+    "gridY",
+    "gridZ",
+    "stream",
+    "function",
+    "kernel_metadata",
+    "launch_metadata",
+    "launch_enter_hook",
+    "launch_exit_hook",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,11 +132,13 @@ def source(plan: Plan) -> tuple[str, dict[str, Any]]:
         given = [*map(argument, direct.before), "stream", *map(argument, direct.after), *map(argument, step.args)]
         lines.append(f"{name('run', direct.run)}({', '.join(given)})")
     results = [
-        "None" if made is None
-        else f"t{made.allocation}" if made.view is None
+        "None"
+        if made is None
+        else f"t{made.allocation}"
+        if made.view is None
         else f"t{made.allocation}.as_strided({', '.join(map(repr, made.view))})"
         for made in plan.results
-    ]  # fmt: skip
+    ]
     lines.append(f"return ({''.join(f'{r}, ' for r in results)})")
     tensors = [f"x{i}" for i in range(plan.inputs)] if plan.products else []
     taken = ", ".join(["empty", "stream", *(f"p{i}" for i in range(plan.inputs)), *tensors])

@@ -10,10 +10,15 @@ from bagu.ops.replay.launcher import Launch, Launcher, is_constant, noted_launch
 from bagu.ops.replay.plan import Made, Operand, Plan, Pointer, Product, Results, Step
 
 aten = torch.ops.aten
-ALLOCATE = frozenset({
-    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
-    aten.new_empty_strided.default,
-})  # fmt: skip
+ALLOCATE = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
 
 
 def recorded(
@@ -80,9 +85,12 @@ class _Recorder(TorchDispatchMode):
             for i, t in enumerate(self.tensors[self.inputs :])
         )
         return Plan(
-            device=devices.pop(), inputs=self.inputs, allocations=allocations,
-            steps=tuple(s for s in steps if s is not None), results=tuple(made),
-        )  # fmt: skip
+            device=devices.pop(),
+            inputs=self.inputs,
+            allocations=allocations,
+            steps=tuple(s for s in steps if s is not None),
+            results=tuple(made),
+        )
 
     def _step(self, launch: Launch, launcher: Launcher) -> Step | None:
         """The launch with its tensors as indices; None if one of them is not a followed tensor."""

@@ -18,8 +18,14 @@ def forward(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, eps: float,
-    *, programs_per_sm: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    r: torch.Tensor,
+    eps: float,
+    *,
+    programs_per_sm: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx, dw, _ = run_backward("rms", dy, x, w, r, eps, programs_per_sm, num_warps)
     return dx, dw

@@ -63,9 +63,14 @@ def reference(a: Args) -> torch.Tensor:
 
 
 def _token(
-    x: torch.Tensor, order: list[int], temperature: torch.Tensor, k: int, p: torch.Tensor, least: torch.Tensor,
+    x: torch.Tensor,
+    order: list[int],
+    temperature: torch.Tensor,
+    k: int,
+    p: torch.Tensor,
+    least: torch.Tensor,
     u: torch.Tensor,
-) -> int:  # fmt: skip
+) -> int:
     if temperature == 0:
         return int(x.argmax())
     w = torch.exp((x - x.max()) / temperature)

@@ -114,9 +114,13 @@ def _numpy(x: torch.Tensor) -> Any:
 
 
 def _draw_by_sort(
-    x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+    x: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
     u: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The entry that each row draws: a sort for every row, whatever its filters are."""
     x, hot = x.to(accumulator(x.dtype)), torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
     ranked = x.sort(-1, descending=True).values
@@ -153,9 +157,13 @@ def _least(
 
 
 def _draw(
-    x: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor,
+    x: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
     u: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The entry that each row draws. Only rows with filters are filtered."""
     x, hot = x.to(accumulator(x.dtype)), temperature.unsqueeze(1)
     top = x.amax(-1, keepdim=True)
@@ -170,9 +178,14 @@ def _draw(
 
 
 def _filter(
-    x: torch.Tensor, w: torch.Tensor, top: torch.Tensor, hot: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    top: torch.Tensor,
+    hot: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
     min_p: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """w, 0 where a token is not kept. The products are numpy's: 0.2 ms for 32 rows of 8192, and torch's where 0.6."""
     least = _least_by_min_p(top, hot, min_p)
     ranks = ((top_k < x.shape[1]) | (top_p < 1.0)).unsqueeze(1)
@@ -184,9 +197,14 @@ def _filter(
 
 
 def _least_by_rank(
-    x: torch.Tensor, passed: torch.Tensor, top: torch.Tensor, hot: torch.Tensor, top_k: torch.Tensor,
-    top_p: torch.Tensor, least: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    passed: torch.Tensor,
+    top: torch.Tensor,
+    hot: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    least: torch.Tensor,
+) -> torch.Tensor:
     """[S, 1]: the smallest logit that top-k and top-p keep, of those that min-p keeps (weights `passed`). Sorts the
     `FEW` largest logits first, and more if the nucleus of a row without top-k is larger."""
     V = x.shape[1]

@@ -18,8 +18,14 @@ def forward(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor, norm: torch.Tensor, eps: float,
-    *, programs_per_sm: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    g: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    *,
+    programs_per_sm: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx, dg, _ = run_backward("scale", dy, x, g, norm, eps, programs_per_sm, num_warps)
     return dx, dg

@@ -45,9 +45,15 @@ def forward(a: Args) -> Results:
 
 
 def backward(
-    a: Args, dy: torch.Tensor, qkv: torch.Tensor, mixed: torch.Tensor, lse: torch.Tensor,
-    needs: Mapping[str, bool] = EVERY, *, plus: torch.Tensor | None = None,
-) -> Gradients:  # fmt: skip
+    a: Args,
+    dy: torch.Tensor,
+    qkv: torch.Tensor,
+    mixed: torch.Tensor,
+    lse: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY,
+    *,
+    plus: torch.Tensor | None = None,
+) -> Gradients:
     """`plus` is added to the gradient of x."""
     x = a.x
     of_out = {"x": True, "w": needs["w_out"], "bias": needs["b_out"]}

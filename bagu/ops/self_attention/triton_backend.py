@@ -24,9 +24,15 @@ def forward(a: Args) -> Results:
 
 
 def backward(
-    a: Args, dy: torch.Tensor, qkv: torch.Tensor, mixed: torch.Tensor, lse: torch.Tensor,
-    needs: Mapping[str, bool] = EVERY, *, plus: torch.Tensor | None = None,
-) -> Gradients:  # fmt: skip
+    a: Args,
+    dy: torch.Tensor,
+    qkv: torch.Tensor,
+    mixed: torch.Tensor,
+    lse: torch.Tensor,
+    needs: Mapping[str, bool] = EVERY,
+    *,
+    plus: torch.Tensor | None = None,
+) -> Gradients:
     """`plus` is added to the gradient of x."""
     x = a.x
     (B, S, K), (D, N) = x.shape, a.w_out.shape

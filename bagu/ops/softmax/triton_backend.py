@@ -76,9 +76,14 @@ def _backward(
 
 
 def forward(
-    x: torch.Tensor, scale: float, mask: torch.Tensor | None, lengths: torch.Tensor | None,
-    *, block_m: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    *,
+    block_m: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return (y,)
@@ -94,9 +99,15 @@ def forward(
     block_n, tail = split_row(N, 2)
     block_m = block_m or max(1, 4096 // block_n)
     _forward[(triton.cdiv(M, block_m),)](
-        *args, SIGN=sign, FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(x.dtype),
+        *args,
+        SIGN=sign,
+        FULL=block_n <= N,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        TAIL=tail,
+        ACC=triton_acc(x.dtype),
         num_warps=num_warps or min(max(block_m * block_n // 1024, 1), 4 if 0 < 4 * tail <= block_n else 32),
-    )  # fmt: skip
+    )
     return (y,)
 
 
@@ -118,9 +129,15 @@ def backward(
     each = 1024 if 0 < 4 * tail <= block_n else 512  # with a short tail, most threads of many warps have no work
     warps = num_warps or min(max(block_m * block_n // each, 1), 8 if tail else 16)
     _backward[(triton.cdiv(M, block_m),)](
-        *args, FULL=block_n <= N, BLOCK_M=block_m, BLOCK_N=block_n, TAIL=tail, ACC=triton_acc(y.dtype),
-        num_warps=warps, maxnreg=_registers(block_m * block_n * heavy, warps),
-    )  # fmt: skip
+        *args,
+        FULL=block_n <= N,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        TAIL=tail,
+        ACC=triton_acc(y.dtype),
+        num_warps=warps,
+        maxnreg=_registers(block_m * block_n * heavy, warps),
+    )
     return (dx,)
 
 

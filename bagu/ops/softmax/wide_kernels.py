@@ -157,9 +157,13 @@ def wide_forward(args: tuple[Any, ...], x: torch.Tensor, hides: bool, sign: int,
     M, N = x.shape
     programs, warps = _programs(M, N * x.itemsize, num_sms(x.device), num_warps)
     _forward_wide[(programs,)](
-        *args, SIGN=sign, DEPTH=max(1, FLIGHT // x.itemsize // (4 if hides else 1)),  # a mask takes registers
-        LANES=256 * warps, ACC=triton_acc(x.dtype), num_warps=warps,
-    )  # fmt: skip
+        *args,
+        SIGN=sign,
+        DEPTH=max(1, FLIGHT // x.itemsize // (4 if hides else 1)),  # a mask takes registers
+        LANES=256 * warps,
+        ACC=triton_acc(x.dtype),
+        num_warps=warps,
+    )
 
 
 def wide_backward(args: tuple[Any, ...], y: torch.Tensor, num_warps: int | None) -> None:

@@ -13,7 +13,11 @@ def forward(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, up: torch.Tensor | None,
-    *, block: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    up: torch.Tensor | None,
+    *,
+    block: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     return run_backward("silu", dy, x, up, block, num_warps)

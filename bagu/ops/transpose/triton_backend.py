@@ -107,9 +107,14 @@ def _sides(x_aligned: bool, y_aligned: bool, itemsize: int) -> tuple[int, int]:
 
 
 def forward(
-    x: torch.Tensor, dim0: int, dim1: int,
-    *, rows: int | None = None, columns: int | None = None, num_warps: int | None = None,
-) -> tuple[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    dim0: int,
+    dim1: int,
+    *,
+    rows: int | None = None,
+    columns: int | None = None,
+    num_warps: int | None = None,
+) -> tuple[torch.Tensor]:
     view = x.transpose(dim0, dim1)
     y = torch.empty_like(view, memory_format=torch.contiguous_format)
     if not x.numel():

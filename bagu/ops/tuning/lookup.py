@@ -55,8 +55,10 @@ def _with_fallback(fn: Callable[..., Any], known: Table, kind: Kind, options: Op
         known.calls.clear()
         warnings.warn(
             f"{kind.op}: the options {dict(options)}, tuned at similar shapes, cannot run here and the defaults are "
-            f"used ({str(error).splitlines()[0]})", RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            f"used ({str(error).splitlines()[0]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return fn()
 
 

@@ -57,32 +57,66 @@ class Cluster:
 
 # Measured bus bandwidths: ml-engineering, network/README (A100 235; H200 365.6 ring, 473.1 NVLS; B200 682.2, 838.0).
 _A100 = Gpu(
-    name="a100", generation="ampere", memory_gib=80, hbm_tb_per_s=2.0, sms=108, peak_bf16_tflops=312,
-    matmul_bf16_tflops=271.2, usd_per_hour=1.8,
-)  # fmt: skip
+    name="a100",
+    generation="ampere",
+    memory_gib=80,
+    hbm_tb_per_s=2.0,
+    sms=108,
+    peak_bf16_tflops=312,
+    matmul_bf16_tflops=271.2,
+    usd_per_hour=1.8,
+)
 _H100 = Gpu(
-    name="h100", generation="hopper", memory_gib=80, hbm_tb_per_s=3.35, sms=132, peak_bf16_tflops=989,
-    matmul_bf16_tflops=794.5, matmul_fp8_tflops=1402.6, usd_per_hour=3.0,
-)  # fmt: skip
+    name="h100",
+    generation="hopper",
+    memory_gib=80,
+    hbm_tb_per_s=3.35,
+    sms=132,
+    peak_bf16_tflops=989,
+    matmul_bf16_tflops=794.5,
+    matmul_fp8_tflops=1402.6,
+    usd_per_hour=3.0,
+)
 _H200 = replace(
     _H100, name="h200", memory_gib=141e9 / 2**30, hbm_tb_per_s=4.8, matmul_fp8_tflops=1453.4, usd_per_hour=3.5
 )
 _B200 = Gpu(
-    name="b200", generation="blackwell", memory_gib=180e9 / 2**30, hbm_tb_per_s=8.0, sms=148, peak_bf16_tflops=2250,
-    matmul_bf16_tflops=1745, matmul_fp8_tflops=3432.5, usd_per_hour=5.0,
-)  # fmt: skip
+    name="b200",
+    generation="blackwell",
+    memory_gib=180e9 / 2**30,
+    hbm_tb_per_s=8.0,
+    sms=148,
+    peak_bf16_tflops=2250,
+    matmul_bf16_tflops=1745,
+    matmul_fp8_tflops=3432.5,
+    usd_per_hour=5.0,
+)
 # Peak rates and bandwidths: NVIDIA's data sheets (A100 40 GB, L40S) and Ada whitepaper (RTX 4090, fp32 accumulation).
 # No published table of matmul rates has them: the share of the peak is the A100's (271.2 / 312). Kernels of sm_89 are
 # those of Ampere. Both have PCIe 4.0 x16 and no NVLink; 4090s copy through the host (about 12 GB/s a direction).
 _A100_40 = replace(_A100, name="a100-40gb", memory_gib=40, hbm_tb_per_s=1.555, usd_per_hour=1.3)
 _L40S = Gpu(
-    name="l40s", generation="ampere", memory_gib=48, hbm_tb_per_s=0.864, sms=142, peak_bf16_tflops=362,
-    matmul_bf16_tflops=315, matmul_fp8_tflops=637, usd_per_hour=1.0,
-)  # fmt: skip
+    name="l40s",
+    generation="ampere",
+    memory_gib=48,
+    hbm_tb_per_s=0.864,
+    sms=142,
+    peak_bf16_tflops=362,
+    matmul_bf16_tflops=315,
+    matmul_fp8_tflops=637,
+    usd_per_hour=1.0,
+)
 _4090 = Gpu(
-    name="4090", generation="ampere", memory_gib=24, hbm_tb_per_s=1.008, sms=128, peak_bf16_tflops=165.2,
-    matmul_bf16_tflops=143.6, matmul_fp8_tflops=287.1, usd_per_hour=0.4,
-)  # fmt: skip
+    name="4090",
+    generation="ampere",
+    memory_gib=24,
+    hbm_tb_per_s=1.008,
+    sms=128,
+    peak_bf16_tflops=165.2,
+    matmul_bf16_tflops=143.6,
+    matmul_fp8_tflops=287.1,
+    usd_per_hour=0.4,
+)
 CLUSTERS: dict[str, Cluster] = {
     "a100": Cluster(gpu=_A100, gpus_per_node=8, nvlink_gb_per_s=235, network_gb_per_s=25),
     "h100": Cluster(gpu=_H100, gpus_per_node=8, nvlink_gb_per_s=365.6, nvls_gb_per_s=473.1, network_gb_per_s=50),

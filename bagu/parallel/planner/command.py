@@ -64,9 +64,12 @@ def serve(
     as_json: bool, gpus: int | None = None, quantization: str | None = None,
 ) -> None:  # fmt: skip
     traffic = Traffic(
-        requests_per_s=rate, input_tokens=input_tokens, output_tokens=output_tokens, token_ms=token_ms,
+        requests_per_s=rate,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        token_ms=token_ms,
         first_token_ms=first_token_ms,
-    )  # fmt: skip
+    )
     cluster = cluster_of(gpu)
     found = deployments(model_of(model), cluster, traffic, gpus=gpus, quantization=quantization)
     if as_json:
@@ -144,10 +147,14 @@ def _as_json(found: Plan, top: int, tokens: float | None) -> dict[str, Any]:
         row = {
             "layout": asdict(choice.layout),
             "mesh": mesh_line(choice.layout, found.workload.batch, precision=found.workload.precision),
-            "step_s": choice.step_s, "between_s": choice.between_s, "mfu": choice.mfu,
+            "step_s": choice.step_s,
+            "between_s": choice.between_s,
+            "mfu": choice.mfu,
             "tokens_per_s": choice.tokens_per_s,
-            "memory_gib": choice.memory_gib, "seconds": choice.seconds, "memory_bytes": choice.memory_bytes,
-        }  # fmt: skip
+            "memory_gib": choice.memory_gib,
+            "seconds": choice.seconds,
+            "memory_bytes": choice.memory_bytes,
+        }
         if tokens:
             days = choice.days(tokens)
             row |= {"days": days, "usd": _cost(found.cluster, found.gpus, days)}
@@ -169,9 +176,16 @@ def _print_serving(found: Sequence[Deployment], title: str, traffic: Traffic) ->
         table.add_column(name, justify="right")
     for d in found:
         table.add_row(
-            str(d.tp), str(d.batch), f"{d.kv_tokens:,}", f"{d.requests_per_s:.2f}", f"{d.token_ms:.1f}",
-            f"{d.first_token_ms:.0f}", str(d.replicas), str(d.gpus), f"{d.usd_per_million_tokens:.2f}",
-        )  # fmt: skip
+            str(d.tp),
+            str(d.batch),
+            f"{d.kv_tokens:,}",
+            f"{d.requests_per_s:.2f}",
+            f"{d.token_ms:.1f}",
+            f"{d.first_token_ms:.0f}",
+            str(d.replicas),
+            str(d.gpus),
+            f"{d.usd_per_million_tokens:.2f}",
+        )
     console.print(table)
     first = found[0]
     console.print(

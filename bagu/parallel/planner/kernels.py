@@ -66,9 +66,16 @@ def alignment(*dims: Array | float) -> Array:
 
 
 def matmul_s(
-    gpu: Gpu, c: Calibration, m: Array, n: Array, k: Array, *, batch: Array | float = 1.0,
-    precision: Precision = "bf16", weight_bytes: float | None = None,
-) -> Array:  # fmt: skip
+    gpu: Gpu,
+    c: Calibration,
+    m: Array,
+    n: Array,
+    k: Array,
+    *,
+    batch: Array | float = 1.0,
+    precision: Precision = "bf16",
+    weight_bytes: float | None = None,
+) -> Array:
     """Seconds of `batch` products [m, k] x [k, n]. `weight_bytes` is the size of an element of the second operand, if
     it is stored in fewer bits than it is multiplied in."""
     rate = matmul_rate(gpu, precision, c) / gpu.sms

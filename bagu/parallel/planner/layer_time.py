@@ -138,9 +138,14 @@ def _products(s: Setting, layer: LayerCost) -> tuple[Array, Array]:
 
 
 def _linear(
-    s: Setting, linear: Linear, tokens: Array, *, tp: NDArray[np.int64], precision: kernels.Precision,
+    s: Setting,
+    linear: Linear,
+    tokens: Array,
+    *,
+    tp: NDArray[np.int64],
+    precision: kernels.Precision,
     batch: Array | float = 1.0,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     gpu, c = s.cluster.gpu, s.calibration
     n = np.ceil(linear.n / tp) if linear.split == "columns" else np.full_like(tokens, linear.n)
     k = np.ceil(linear.k / tp) if linear.split == "rows" else np.full_like(tokens, linear.k)

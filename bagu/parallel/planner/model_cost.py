@@ -136,9 +136,12 @@ def _layer(config: ModelConfig, moe: MoEConfig | None, count: int) -> LayerCost:
         )
     shared = _ffn(config, moe.num_shared * moe.expert_size) if moe.num_shared else ()
     return LayerCost(
-        count=count, linears=(*attention, *shared), experts=_ffn(config, moe.expert_size), moe=moe,
+        count=count,
+        linears=(*attention, *shared),
+        experts=_ffn(config, moe.expert_size),
+        moe=moe,
         replicated=norms + small + moe.num_experts * (h + moe.router_bias) + _biases(config, moe),
-    )  # fmt: skip
+    )
 
 
 def _attention(config: ModelConfig) -> tuple[tuple[Linear, ...], int]:

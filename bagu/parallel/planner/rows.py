@@ -35,7 +35,11 @@ PUBLISHED: dict[str, Cluster] = {
     "h100-500w": replace(
         _H100,
         gpu=replace(
-            _H100.gpu, name="h100-500w", memory_gib=95, hbm_tb_per_s=2.4, matmul_bf16_tflops=794.5 * _CAPPED,
+            _H100.gpu,
+            name="h100-500w",
+            memory_gib=95,
+            hbm_tb_per_s=2.4,
+            matmul_bf16_tflops=794.5 * _CAPPED,
             matmul_fp8_tflops=1402.6 * _CAPPED,
         ),
     ),
@@ -46,7 +50,7 @@ PUBLISHED: dict[str, Cluster] = {
     ),
     "jean-zay": _JEAN_ZAY,
     "jean-zay-before-02-25": _JEAN_ZAY,  # "PCI-Express/NUMA was improved" on 02-25; the source warns not to compare
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +123,17 @@ def _row(r: dict[str, Any]) -> Row:
     )  # fmt: skip
     workload = Workload(model=_model(r), seq=r["seq"], batch=r["gbs"], precision=r.get("precision", "bf16"))
     return Row(
-        source=r["source"], model=r["model"], workload=workload, cluster_name=r["cluster"], software=software,
-        layout=layout, measured_s=_seconds(r, workload), measured_gb=_gigabytes(r),
-        out_of_memory=bool(r.get("oom")), date=r.get("date", ""),
-    )  # fmt: skip
+        source=r["source"],
+        model=r["model"],
+        workload=workload,
+        cluster_name=r["cluster"],
+        software=software,
+        layout=layout,
+        measured_s=_seconds(r, workload),
+        measured_gb=_gigabytes(r),
+        out_of_memory=bool(r.get("oom")),
+        date=r.get("date", ""),
+    )
 
 
 def _gigabytes(r: dict[str, Any]) -> float | None:
@@ -138,11 +149,18 @@ def _model(r: dict[str, Any]) -> ModelConfig:
     h, heads = r["hidden"], r["heads"]
     gated = r.get("gated", False)
     return ModelConfig(
-        vocab_size=r["vocab"], hidden_size=h, num_layers=r["layers"], num_heads=heads,
-        num_kv_heads=r.get("kv", heads), head_dim=h // heads, intermediate_size=r.get("ffn", 4 * h), max_len=r["seq"],
-        ffn="swiglu" if gated else "gelu", positions=Rope() if gated else Learned(),
+        vocab_size=r["vocab"],
+        hidden_size=h,
+        num_layers=r["layers"],
+        num_heads=heads,
+        num_kv_heads=r.get("kv", heads),
+        head_dim=h // heads,
+        intermediate_size=r.get("ffn", 4 * h),
+        max_len=r["seq"],
+        ffn="swiglu" if gated else "gelu",
+        positions=Rope() if gated else Learned(),
         tie_embeddings=r.get("tied", not gated),
-    )  # fmt: skip
+    )
 
 
 def _seconds(r: dict[str, Any], workload: Workload) -> float | None:

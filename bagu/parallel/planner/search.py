@@ -117,9 +117,12 @@ def _takes(model: ModelConfig, tp: int, cp: int, pp: int, ep: int, virtual: int,
     kind = SCHEDULES[schedule]
     try:
         check_model_parallel(
-            model, MeshConfig(tp=tp, cp=cp, pp=pp, ep=ep), stages_per_rank=virtual, method="ring",
+            model,
+            MeshConfig(tp=tp, cp=cp, pp=pp, ep=ep),
+            stages_per_rank=virtual,
+            method="ring",
             schedule="interleaved" if kind == "1f1b" and virtual > 1 else kind,
-        )  # fmt: skip
+        )
     except ArgumentError:
         return False
     return True

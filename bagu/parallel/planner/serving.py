@@ -163,9 +163,15 @@ def _deployment(
     hourly = replicas * tp * cluster.gpu.usd_per_hour
     tokens = traffic.requests_per_s * traffic.output_tokens * 3600
     return Deployment(
-        tp=tp, batch=int(batches[i]), kv_tokens=kv_tokens, requests_per_s=float(rate[i]), token_ms=float(token_ms[i]),
-        first_token_ms=float(first_ms[i]), replicas=replicas, usd_per_million_tokens=1e6 * hourly / tokens,
-    )  # fmt: skip
+        tp=tp,
+        batch=int(batches[i]),
+        kv_tokens=kv_tokens,
+        requests_per_s=float(rate[i]),
+        token_ms=float(token_ms[i]),
+        first_token_ms=float(first_ms[i]),
+        replicas=replicas,
+        usd_per_million_tokens=1e6 * hourly / tokens,
+    )
 
 
 def batch_times(
@@ -227,9 +233,14 @@ def _products_s(cost: ModelCost, cluster: Cluster, tp: int, rows: Array, c: Cali
 
 
 def _linear_s(
-    cluster: Cluster, linear: Linear, tp: int, rows: Array, c: Calibration, batch: Array | float = 1.0,
+    cluster: Cluster,
+    linear: Linear,
+    tp: int,
+    rows: Array,
+    c: Calibration,
+    batch: Array | float = 1.0,
     weight_bytes: float = 2.0,
-) -> Array:  # fmt: skip
+) -> Array:
     n = np.full_like(rows, math.ceil(linear.n / tp) if linear.split == "columns" else linear.n)
     k = np.full_like(rows, math.ceil(linear.k / tp) if linear.split == "rows" else linear.k)
     return kernels.matmul_s(cluster.gpu, c, rows, n, k, batch=batch, weight_bytes=weight_bytes)

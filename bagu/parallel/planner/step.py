@@ -48,9 +48,13 @@ def step_time(
     workload: Workload, cluster: Cluster, software: Software, layouts: Layouts, calibration: Calibration = CALIBRATION
 ) -> StepTime:
     s = Setting(
-        workload=workload, cost=model_cost(workload.model), cluster=cluster, software=software, calibration=calibration,
+        workload=workload,
+        cost=model_cost(workload.model),
+        cluster=cluster,
+        software=software,
+        calibration=calibration,
         layouts=layouts,
-    )  # fmt: skip
+    )
     (forward, backward), head = _layer_and_head(s)
     most, last = stage_layers(s.cost, layouts.pp, software.stages)
     middle = forward + backward

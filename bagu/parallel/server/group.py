@@ -62,9 +62,15 @@ class Group:
     """The manager, the servers and the workers of a run. `worker(again)` is the command of a worker."""
 
     def __init__(
-        self, place: Place, workers: int, worker: Callable[[int, bool], Sequence[str]], say: Callable[[str], None], *,
-        start: Start = start_here, max_restarts: int = 3,
-    ) -> None:  # fmt: skip
+        self,
+        place: Place,
+        workers: int,
+        worker: Callable[[int, bool], Sequence[str]],
+        say: Callable[[str], None],
+        *,
+        start: Start = start_here,
+        max_restarts: int = 3,
+    ) -> None:
         self._start, self._say, self._worker, self._restarts = start, say, worker, max_restarts
         self.members = [self._member(place, COMMANDS["manager"])]
         for slot in range(place.servers):

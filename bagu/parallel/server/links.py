@@ -83,9 +83,14 @@ class Link:
 
 
 def connect(
-    address: tuple[str, int], token: str, hello: Message, on_message: Callable[[Link, Message], None],
-    on_end: Callable[[Link], None], *, timeout: float = 1.0,
-) -> Link:  # fmt: skip
+    address: tuple[str, int],
+    token: str,
+    hello: Message,
+    on_message: Callable[[Link, Message], None],
+    on_end: Callable[[Link], None],
+    *,
+    timeout: float = 1.0,
+) -> Link:
     """A link to a listener; raises OSError. `hello` says who this is."""
     link = Link(socket.create_connection(address, timeout=timeout), on_message, on_end)
     link.send(Message(kind="hello", more={**hello.more, "token": token}, epoch=hello.epoch, worker=hello.worker))
@@ -96,9 +101,14 @@ class Listener:
     """Accepts links whose hello has the token; `on_hello(link, message)` then comes before other messages."""
 
     def __init__(
-        self, host: str, port: int, token: str, on_hello: Callable[[Link, Message], None],
-        on_message: Callable[[Link, Message], None], on_end: Callable[[Link], None],
-    ) -> None:  # fmt: skip
+        self,
+        host: str,
+        port: int,
+        token: str,
+        on_hello: Callable[[Link, Message], None],
+        on_message: Callable[[Link, Message], None],
+        on_end: Callable[[Link], None],
+    ) -> None:
         self._server = socket.create_server((host, port), backlog=64)
         self.address: tuple[str, int] = (host, self._server.getsockname()[1])
         self._token, self._hello, self._message, self._end = token, on_hello, on_message, on_end

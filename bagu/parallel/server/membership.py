@@ -29,18 +29,24 @@ class Map:
 
     def more(self) -> dict[str, Any]:
         return {
-            "epoch": self.epoch, "holders": self.holders, "empty": self.empty, "delay": self.delay,
+            "epoch": self.epoch,
+            "holders": self.holders,
+            "empty": self.empty,
+            "delay": self.delay,
             "addresses": [[slot, *place] for slot, place in self.addresses.items()],
             "births": [[slot, birth] for slot, birth in self.births.items()],
-        }  # fmt: skip
+        }
 
     @classmethod
     def read(cls, more: Mapping[str, Any]) -> "Map":
         return cls(
-            epoch=more["epoch"], holders=tuple(tuple(h) for h in more["holders"]), empty=tuple(more["empty"]),
+            epoch=more["epoch"],
+            holders=tuple(tuple(h) for h in more["holders"]),
+            empty=tuple(more["empty"]),
             addresses={slot: (host, port) for slot, host, port in more["addresses"]},
-            births=dict(more["births"]), delay=more["delay"],
-        )  # fmt: skip
+            births=dict(more["births"]),
+            delay=more["delay"],
+        )
 
 
 @dataclass(kw_only=True)
@@ -114,9 +120,13 @@ class Manager:
         self._new_delay = False
         addresses = {slot: member.address for slot, member in self.members.items()}
         self.map = Map(
-            epoch=self.map.epoch + 1, holders=tuple(found), empty=empty, addresses=addresses, births=births,
+            epoch=self.map.epoch + 1,
+            holders=tuple(found),
+            empty=empty,
+            addresses=addresses,
+            births=births,
             delay=self.map.delay,
-        )  # fmt: skip
+        )
         return self.map
 
     def _drop_silent(self, now: float) -> None:

@@ -64,9 +64,11 @@ class ManagerProcess:
     def status(self) -> dict[str, Any]:
         """What `bagu watch` shows."""
         return {
-            **self.manager.map.more(), "deaths": self.manager.deaths, "workers": list(self._clocks.items()),
+            **self.manager.map.more(),
+            "deaths": self.manager.deaths,
+            "workers": list(self._clocks.items()),
             "servers": [[slot, self.facts.get(slot, {})] for slot in sorted(self.manager.members)],
-        }  # fmt: skip
+        }
 
     def _ended(self, link: Link) -> None:
         with self._lock:
@@ -104,9 +106,15 @@ class ServerProcess:
     """
 
     def __init__(
-        self, slot: int, servers: int, manager: tuple[str, int], token: str,
-        make: Callable[[Mapping[str, Any], int], Update], *, host: str = "127.0.0.1",
-    ) -> None:  # fmt: skip
+        self,
+        slot: int,
+        servers: int,
+        manager: tuple[str, int],
+        token: str,
+        make: Callable[[Mapping[str, Any], int], Update],
+        *,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.slot, self.servers, self.token, self._make = slot, servers, token, make
         self._manager_at, self._host = manager, host
         self._lock = threading.RLock()
@@ -204,9 +212,13 @@ class ServerProcess:
     def _join(self) -> None:
         versions = {str(r): v for r, v in self.server.versions.items()}
         more = {
-            "who": "server", "number": self.slot, "birth": self.birth, "versions": versions,
-            "host": self.listener.address[0], "port": self.listener.address[1],
-        }  # fmt: skip
+            "who": "server",
+            "number": self.slot,
+            "birth": self.birth,
+            "versions": versions,
+            "host": self.listener.address[0],
+            "port": self.listener.address[1],
+        }
         hello = Message(kind="hello", epoch=self.server.map.epoch, more=more)
         try:
             self._manager = connect(self._manager_at, self.token, hello, self._from_manager, self._manager_gone)
@@ -216,10 +228,11 @@ class ServerProcess:
     def _beat(self) -> None:
         if self._manager is not None:
             more = {
-                "versions": {str(r): v for r, v in self.server.versions.items()}, "pid": os.getpid(),
+                "versions": {str(r): v for r, v in self.server.versions.items()},
+                "pid": os.getpid(),
                 "sent": sum(link.bytes_sent for link in self._links),
                 "received": sum(link.bytes_received for link in self._links),
-            }  # fmt: skip
+            }
             self._manager.send(Message(kind="beat", more=more))
 
     def close(self) -> None:

@@ -47,12 +47,15 @@ class Session:
         more = {"layout": self.layout, "method": self.compressor.method}
         self.kept[t] = [
             Message(
-                kind="push", range=r.number, t=t, worker=self.worker,
+                kind="push",
+                range=r.number,
+                t=t,
+                worker=self.worker,
                 data=self.compressor.encode(r.number, r.take(flat)),
                 more={**more, "row": list(row) if r.number == 0 else []},
             )
             for r in self.ranges
-        ]  # fmt: skip
+        ]
         self.sent += sum(m.data.nbytes for m in self.kept[t])
         return self._ask(self.kept[t])
 
@@ -62,11 +65,14 @@ class Session:
         bare = {name: value for name, value in decision.items() if name != "facts"}
         return self._ask(
             Message(
-                kind="commit", range=r.number, t=t, worker=self.worker,
+                kind="commit",
+                range=r.number,
+                t=t,
+                worker=self.worker,
                 more={"decision": bare if r.number else decision, "pull": pull},
             )
             for r in self.ranges
-        )  # fmt: skip
+        )
 
     def load(
         self, t: int, rows: Sequence[np.ndarray], rule: Mapping[str, Any], workers: int, decision: Mapping[str, Any]

@@ -142,9 +142,10 @@ class Store:
         """What `install` needs besides the memory."""
         assert self.spec is not None
         return {
-            "spec": vars(self.spec), "decision": self.decision,
+            "spec": vars(self.spec),
+            "decision": self.decision,
             "totals": {t: total.more() for t, total in self.totals.items() if t <= self.version},
-        }  # fmt: skip
+        }
 
     def _forget(self) -> None:
         self.waiting = {t: w for t, w in self.waiting.items() if t > self.version}

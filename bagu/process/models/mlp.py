@@ -75,12 +75,16 @@ def _initial(inputs: int, generator: torch.Generator) -> dict[str, torch.Tensor]
 
     return {
         "signs": torch.randint(0, 2, (HEADS, inputs), generator=generator).float() * 2 - 1,
-        "first": normal(WIDTH, inputs, scale=inputs**-0.5), "first_bias": normal(HEADS, WIDTH, scale=0.1),
-        "norm": torch.ones(WIDTH), "norm_bias": torch.zeros(WIDTH),
-        "scales": 1 + normal(HEADS, WIDTH, scale=0.3), "second": normal(WIDTH, WIDTH, scale=WIDTH**-0.5),
-        "second_bias": normal(HEADS, WIDTH, scale=0.1), "out": normal(HEADS, WIDTH, scale=WIDTH**-0.5),
+        "first": normal(WIDTH, inputs, scale=inputs**-0.5),
+        "first_bias": normal(HEADS, WIDTH, scale=0.1),
+        "norm": torch.ones(WIDTH),
+        "norm_bias": torch.zeros(WIDTH),
+        "scales": 1 + normal(HEADS, WIDTH, scale=0.3),
+        "second": normal(WIDTH, WIDTH, scale=WIDTH**-0.5),
+        "second_bias": normal(HEADS, WIDTH, scale=0.1),
+        "out": normal(HEADS, WIDTH, scale=WIDTH**-0.5),
         "out_bias": torch.zeros(HEADS),
-    }  # fmt: skip
+    }
 
 
 def _adamw(

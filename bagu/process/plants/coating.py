@@ -33,9 +33,13 @@ def physics(v: Values) -> Values:
 COATING = Plant(
     name="coating",
     settings=(
-        Input("outer_thickness", "nm", 30, 180), Input("inner_thickness", "nm", 30, 180),
+        Input("outer_thickness", "nm", 30, 180),
+        Input("inner_thickness", "nm", 30, 180),
         Input("outer_density", "", 0, 1),
     ),
     contexts=(Input("substrate_index", "", 1.45, 1.95), Input("inner_index", "", 1.9, 2.2)),
-    target="reflectance", unit="%", goal="min", physics=physics,
-)  # fmt: skip
+    target="reflectance",
+    unit="%",
+    goal="min",
+    physics=physics,
+)

@@ -21,9 +21,10 @@ def physics(v: Values) -> Values:
 
 REACTOR = Plant(
     name="reactor",
-    settings=(
-        Input("temperature", "K", 320, 420), Input("residence", "min", 1, 30), Input("feed", "mol/l", 0.2, 1.0)
-    ),
+    settings=(Input("temperature", "K", 320, 420), Input("residence", "min", 1, 30), Input("feed", "mol/l", 0.2, 1.0)),
     contexts=(Input("activity", "", 0.5, 1.5), Input("impurity", "%", 0, 0.3)),
-    target="yield", unit="%", goal="max", physics=physics,
-)  # fmt: skip
+    target="yield",
+    unit="%",
+    goal="max",
+    physics=physics,
+)

@@ -32,9 +32,10 @@ def physics(v: Values) -> Values:
 
 TURBOJET = Plant(
     name="turbojet",
-    settings=(
-        Input("pressure_ratio", "", 4, 40), Input("turbine_temp", "K", 1200, 1800), Input("bleed", "%", 0, 15)
-    ),
+    settings=(Input("pressure_ratio", "", 4, 40), Input("turbine_temp", "K", 1200, 1800), Input("bleed", "%", 0, 15)),
     contexts=(Input("ambient", "K", 230, 300), Input("wear", "", 0, 1)),
-    target="tsfc", unit="kg/(N h)", goal="min", physics=physics,
-)  # fmt: skip
+    target="tsfc",
+    unit="kg/(N h)",
+    goal="min",
+    physics=physics,
+)

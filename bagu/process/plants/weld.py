@@ -31,10 +31,15 @@ def physics(v: Values) -> Values:
 WELD = Plant(
     name="weld",
     settings=(
-        Input("weld_leg", "in", 0.15, 0.5), Input("weld_length", "in", 2, 8), Input("bar_height", "in", 6, 10),
+        Input("weld_leg", "in", 0.15, 0.5),
+        Input("weld_length", "in", 2, 8),
+        Input("bar_height", "in", 6, 10),
         Input("bar_width", "in", 0.2, 0.6),
     ),
     contexts=(Input("load", "lbf", 4500, 6500), Input("filler_price", "", 0.6, 1.4)),
-    target="cost", unit="$", goal="min", physics=physics,
+    target="cost",
+    unit="$",
+    goal="min",
+    physics=physics,
     limits=(Limit("shear", "psi", False, 13600), Limit("bending", "psi", False, 30000), Limit("reserve", "", True, 1)),
-)  # fmt: skip
+)

@@ -133,9 +133,11 @@ def answer_batches(tokenizer: BpeTokenizer, rows: int, image_tokens: int) -> Mak
             targets += [IGNORE] * (len(prompt) - 1) + reply
         learned = torch.tensor(targets)
         return PictureBatch(
-            images=paint_scenes(scenes, stream).pictures, targets=learned,
-            num_targets=int((learned != IGNORE).sum()), **packed_texts(texts),
-        )  # fmt: skip
+            images=paint_scenes(scenes, stream).pictures,
+            targets=learned,
+            num_targets=int((learned != IGNORE).sum()),
+            **packed_texts(texts),
+        )
 
     return make
 

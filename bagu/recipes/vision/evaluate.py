@@ -87,10 +87,17 @@ def unseen_style(seeing: Seeing, style: str, language: Language, *, seed: int = 
     best = max(baselines, key=sum)
     change = compare(best, mine)
     return Recall(
-        style=style, language=language, pictures=len(asked), names=len(among), r1=estimate(mine).mean,
-        r5=sum(r < 5 for r in found) / len(found), pixels_r1=sum(baselines[0]) / len(asked),
-        shapes_r1=sum(baselines[1]) / len(asked), difference_low=change.low, difference_high=change.high,
-    )  # fmt: skip
+        style=style,
+        language=language,
+        pictures=len(asked),
+        names=len(among),
+        r1=estimate(mine).mean,
+        r5=sum(r < 5 for r in found) / len(found),
+        pixels_r1=sum(baselines[0]) / len(asked),
+        shapes_r1=sum(baselines[1]) / len(asked),
+        difference_low=change.low,
+        difference_high=change.high,
+    )
 
 
 def unseen_concepts(seeing: Seeing, language: Language, *, seed: int = 8, size: int = 32) -> dict[str, Any]:
@@ -102,9 +109,15 @@ def unseen_concepts(seeing: Seeing, language: Language, *, seed: int = 8, size: 
     found = ranks(image_vectors(seeing, pictures) @ text_vectors(seeing, [c.name(language) for c in among]).T, own)
     top = estimate([float(r < 5) for r in found], own.tolist())
     return {
-        "language": language, "pictures": len(found), "names": len(among), "r5": top.mean, "low": top.low,
-        "high": top.high, "chance": 5 / len(among), "r1": sum(r < 1 for r in found) / len(found),
-    }  # fmt: skip
+        "language": language,
+        "pictures": len(found),
+        "names": len(among),
+        "r5": top.mean,
+        "low": top.low,
+        "high": top.high,
+        "chance": 5 / len(among),
+        "r1": sum(r < 1 for r in found) / len(found),
+    }
 
 
 def clip_scores(
@@ -255,10 +268,15 @@ def answer_scores(
             kinds.setdefault(q.kind, []).append(float(reply == q.answer))
     whole = estimate(right)
     return {
-        "styles": list(styles), "language": language, "scenes": count, "caption_exact": whole.mean,
-        "caption_low": whole.low, "chance_relation": 1 / len(CHARS), "chance_count": 1 / (len(COUNTS["en"]) - 1),
+        "styles": list(styles),
+        "language": language,
+        "scenes": count,
+        "caption_exact": whole.mean,
+        "caption_low": whole.low,
+        "chance_relation": 1 / len(CHARS),
+        "chance_count": 1 / (len(COUNTS["en"]) - 1),
         **{name: estimate(found).mean for name, found in kinds.items()},
-    }  # fmt: skip
+    }
 
 
 def vlm_scores(seeing: Seeing) -> dict[str, Any]:

@@ -83,6 +83,10 @@ def rewarded_batch(
             owners.append(i)
     learned = torch.tensor(targets)
     return PictureBatch(
-        images=pictures[owners], targets=learned, num_targets=len(weights), weights=torch.tensor(weights),
-        reward=float(rewards.mean()), **packed_texts(texts),
-    )  # fmt: skip
+        images=pictures[owners],
+        targets=learned,
+        num_targets=len(weights),
+        weights=torch.tensor(weights),
+        reward=float(rewards.mean()),
+        **packed_texts(texts),
+    )

@@ -29,7 +29,7 @@ from bagu.runs.html import grid, text
 SHOWN = 12
 PALETTE = torch.tensor(
     [[68, 1, 84], [253, 231, 37], [33, 145, 140], [59, 82, 139], [94, 201, 98], [230, 97, 1], [178, 24, 43], [90] * 3]
-)  # fmt: skip
+)
 STYLE = """.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:14px}
 .tiles figure{margin:0}.tiles img{width:128px;height:128px;image-rendering:pixelated;border:1px solid #8884}
 .tiles figcaption{font-size:13px;line-height:1.35}.right{color:#1a7f37}.wrong{color:#b3261e}"""

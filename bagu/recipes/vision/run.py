@@ -76,9 +76,14 @@ class VisionRun:
 
 def _vit(size: int, patch: int, width: int, layers: int) -> ViTConfig:
     return ViTConfig(
-        image_size=size, patch_size=patch, hidden_size=width, num_layers=layers, num_heads=width // 32,
-        intermediate_size=4 * width, standardize=True,
-    )  # fmt: skip
+        image_size=size,
+        patch_size=patch,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=width // 32,
+        intermediate_size=4 * width,
+        standardize=True,
+    )
 
 
 def _text(width: int, layers: int, *, max_len: int) -> ModelConfig:
@@ -93,16 +98,26 @@ def _text(width: int, layers: int, *, max_len: int) -> ModelConfig:
 def _decoder(width: int, layers: int, *, max_len: int) -> ModelConfig:
     """A small Llama with a tied head."""
     return ModelConfig(
-        vocab_size=1024, hidden_size=width, num_layers=layers, num_heads=width // 32, num_kv_heads=width // 32,
-        head_dim=32, intermediate_size=3 * width, max_len=max_len, tie_embeddings=True,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=width // 32,
+        num_kv_heads=width // 32,
+        head_dim=32,
+        intermediate_size=3 * width,
+        max_len=max_len,
+        tie_embeddings=True,
+    )
 
 
 def _train(steps: int, lr: float) -> TrainConfig:
     return TrainConfig(
-        steps=steps, save_every=steps, keep_last=1, optimizer=OptimizerConfig(kind="muon", lr=lr, weight_decay=0.02),
+        steps=steps,
+        save_every=steps,
+        keep_last=1,
+        optimizer=OptimizerConfig(kind="muon", lr=lr, weight_decay=0.02),
         schedule=ScheduleConfig(kind="wsd", warmup_steps=min(20, steps // 10), decay_share=0.5),
-    )  # fmt: skip
+    )
 
 
 def clip() -> VisionRun:
@@ -122,9 +137,11 @@ def groupvit() -> VisionRun:
 def vlm() -> VisionRun:
     """A ViT of patches of 8 on scenes of 64 × 64, 16 tokens an image, and a decoder of 4 layers."""
     model = VLMConfig(
-        vit=_vit(64, 8, 128, 4), decoder=_decoder(128, 4, max_len=256), image_token=SPECIAL.index(IMAGE),
+        vit=_vit(64, 8, 128, 4),
+        decoder=_decoder(128, 4, max_len=256),
+        image_token=SPECIAL.index(IMAGE),
         shuffle=2,
-    )  # fmt: skip
+    )
     return VisionRun(kind="vlm", model=model, rows=64, train=_train(1000, 0.003))
 
 
@@ -226,9 +243,14 @@ def train_vision(
         wall, cpu = time.monotonic(), time.process_time()
         with RunRecorder(folder, progress=shown, tensorboard=False) as recorder:
             result = fit(
-                run.train, cast(Transformer, model), loader, loss=loss_of(run), folder=folder.checkpoints,
-                resume=resume, observers=[recorder],
-            )  # fmt: skip
+                run.train,
+                cast(Transformer, model),
+                loader,
+                loss=loss_of(run),
+                folder=folder.checkpoints,
+                resume=resume,
+                observers=[recorder],
+            )
         if result.interrupted:
             raise KeyboardInterrupt
         took = time.monotonic() - wall, time.process_time() - cpu

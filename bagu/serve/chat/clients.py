@@ -70,9 +70,12 @@ class HttpChat:
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         body = {
-            "model": self.name, "messages": list(messages), "stream": True, "stream_options": {"include_usage": True},
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
             **settings,
-        }  # fmt: skip
+        }
         counted, thinking = 0, False  # tokens of the pieces so far; the last piece was reasoning
         with self._client.response("/v1/chat/completions", body) as response:
             for line in response:

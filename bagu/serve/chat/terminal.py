@@ -29,9 +29,16 @@ if TYPE_CHECKING:  # it needs NumPy
     from bagu.retrieve.conversation import Conversation
 
 SETTINGS = {  # the settings of /set and their types
-    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
-    "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float,
-}  # fmt: skip
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "max_tokens": int,
+    "seed": int,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+}
 CONTROL_SYMBOLS = (  # control characters to Unicode's control pictures
     {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}
     | {0x7F: 0x2421}

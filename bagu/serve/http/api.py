@@ -209,9 +209,12 @@ def make_app(api: Api) -> ApiMiddleware:
     app.add_exception_handler(RecursionError, _on_recursion)
     app.add_exception_handler(Exception, _on_exception)
     return ApiMiddleware(
-        app, api.metrics, keys=api.config.keys, allowed_origins=api.config.allowed_origins,
+        app,
+        api.metrics,
+        keys=api.config.keys,
+        allowed_origins=api.config.allowed_origins,
         observers=api.config.observers,
-    )  # fmt: skip
+    )
 
 
 def engine_state(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, Any]:
@@ -220,19 +223,26 @@ def engine_state(stats: EngineStats, metrics: Metrics, last: int) -> dict[str, A
     queries = stats.prefix_queries
     server_s, engine_s = metrics.first_token.quantile(0.5, last), metrics.engine_first_token.quantile(0.5, last)
     return {
-        "tokens_per_s": stats.tokens_per_s, "running": stats.running, "waiting": stats.waiting,
-        "batch_size": stats.batch_size, "tick_ms": 1e3 * stats.last_step_s, "preemptions": stats.preemptions,
+        "tokens_per_s": stats.tokens_per_s,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "batch_size": stats.batch_size,
+        "tick_ms": 1e3 * stats.last_step_s,
+        "preemptions": stats.preemptions,
         "ttft_ms_p50": None if server_s is None else 1e3 * server_s,
         "engine_ttft_ms_p50": None if engine_s is None else 1e3 * engine_s,
         "prefix_hit_percent": 100 * stats.prefix_hits / queries if queries else None,
         "draft_accept_percent": 100 * stats.accepted_tokens / stats.draft_tokens if stats.draft_tokens else None,
         "tokens_per_draft": 1 + stats.accepted_tokens / stats.drafts if stats.drafts else None,
-        "generated_tokens": stats.generated_tokens, "steps": stats.steps,
+        "generated_tokens": stats.generated_tokens,
+        "steps": stats.steps,
         "blocks": {
-            "total": stats.blocks_total, "used": stats.blocks_used, "cached": stats.blocks_cached,
+            "total": stats.blocks_total,
+            "used": stats.blocks_used,
+            "cached": stats.blocks_cached,
             "map": stats.block_map,
         },
-    }  # fmt: skip
+    }
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -155,9 +155,14 @@ class ApiMiddleware:
     shape to calls that a shutdown cancels."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, *, keys: Keys, allowed_origins: Sequence[str],
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        *,
+        keys: Keys,
+        allowed_origins: Sequence[str],
         observers: Sequence[Observer] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.app, self.metrics, self.keys, self.observers = app, metrics, keys, observers
         if allowed_origins:
             self.app = CORSMiddleware(

@@ -6,18 +6,27 @@ from typing import Any
 from bagu.errors import BaguError
 
 TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
-}  # fmt: skip
+}
 
 
 class ApiError(BaguError):
     """An error for the client: an HTTP status, and a body in OpenAI's shape."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, hint: str = "",
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        hint: str = "",
         headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(message, hint=hint)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

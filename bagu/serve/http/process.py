@@ -241,9 +241,12 @@ class EngineProcess:
             # an adapter that was unloaded after the server had looked it up; the hint names adapters of other keys
             gone = message.param == "model"
             error = ApiError(
-                404 if gone else message.status, message.message, param=message.param,
-                hint="" if gone else message.hint, code="model_not_found" if gone else None,
-            )  # fmt: skip
+                404 if gone else message.status,
+                message.message,
+                param=message.param,
+                hint="" if gone else message.hint,
+                code="model_not_found" if gone else None,
+            )
             if others := self.pending.fail(message.request_id, error):
                 self.send(Abort(tuple(others)))
         elif isinstance(message, Ready):

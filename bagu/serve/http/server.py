@@ -57,9 +57,15 @@ def main(
         server.stop()
 
     engine = make_engine(
-        load, config, metrics, max_queue=options.max_queue, stall_s=options.stall_timeout, replicas=replicas,
-        load_draft=load_draft, on_failure=exit_server,
-    )  # fmt: skip
+        load,
+        config,
+        metrics,
+        max_queue=options.max_queue,
+        stall_s=options.stall_timeout,
+        replicas=replicas,
+        load_draft=load_draft,
+        on_failure=exit_server,
+    )
     models = parts.OneModel(engine, names, config.generation)
     server = Server(parts, options, parts.Api, models, metrics)
     server.run(names[0])
@@ -79,21 +85,32 @@ class Server:
         as_json = options.log_format == "json"
         observers = [*([parts.log_request] if as_json else []), *([self._tracing] if self._tracing else [])]
         config = parts.ApiConfig(
-            keys=_keys(options), open_metrics=options.open_metrics,
-            allowed_origins=options.origins, created=int(time.time()),
-            request_timeout=options.request_timeout, observers=tuple(observers), files=options.files,
-            indexes=options.indexes, image_hosts=frozenset(map(str.lower, options.allow_image_host)),
-        )  # fmt: skip
+            keys=_keys(options),
+            open_metrics=options.open_metrics,
+            allowed_origins=options.origins,
+            created=int(time.time()),
+            request_timeout=options.request_timeout,
+            observers=tuple(observers),
+            files=options.files,
+            indexes=options.indexes,
+            image_hosts=frozenset(map(str.lower, options.allow_image_host)),
+        )
         self._listener = listen(options.host, options.port)
         routes = api(models, metrics, config)
         if options.index or options.files:
             _ = routes.library  # a wrong index is reported before a model is loaded
         settings = parts.uvicorn.Config(
-            parts.make_app(routes), http=parts.connection_class(options.request_timeout),
-            log_level=options.log_level, access_log=False, server_header=False, ws="none", lifespan="on",
-            proxy_headers=False, timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + GRACE_S,
+            parts.make_app(routes),
+            http=parts.connection_class(options.request_timeout),
+            log_level=options.log_level,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            proxy_headers=False,
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout) + GRACE_S,
             **({"log_config": parts.log_config()} if as_json else {}),
-        )  # fmt: skip
+        )
         self._server = parts.HttpServer(settings, options.shutdown_timeout, models)
 
     def stop(self) -> None:

@@ -217,9 +217,14 @@ class PagedKV:
         assert b is not None, "call PagedKV.load before a forward"
         assert cache.values is not None, "an MLA cache stores no values"
         return ops.rope_kv_write(
-            qkv, b.slots[self.group_of[layer]], cache.keys, cache.values, k_scale=cache.key_scales,
-            v_scale=cache.value_scales, **transform._asdict(),
-        )  # fmt: skip
+            qkv,
+            b.slots[self.group_of[layer]],
+            cache.keys,
+            cache.values,
+            k_scale=cache.key_scales,
+            v_scale=cache.value_scales,
+            **transform._asdict(),
+        )
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, v_dim: int, scores: Scores
@@ -294,9 +299,16 @@ class PagedKV:
         hidden = b.positions[part.tokens] - scores.window + 1  # positions before the window
         lengths = hidden.clamp(1, min(kept.first, columns * self.block_size))
         first, first_lse = ops.paged_attention(
-            q, cache.keys, cache.values, part.block_tables[group][owners(part.cu_seqlens, len(q)), :columns],
-            torch.arange(len(q) + 1, device=q.device, dtype=torch.int32), lengths.to(torch.int32), 1,
-            columns * self.block_size, **scales, **scores._replace(window=None, sinks=None)._asdict(),
-        )  # fmt: skip
+            q,
+            cache.keys,
+            cache.values,
+            part.block_tables[group][owners(part.cu_seqlens, len(q)), :columns],
+            torch.arange(len(q) + 1, device=q.device, dtype=torch.int32),
+            lengths.to(torch.int32),
+            1,
+            columns * self.block_size,
+            **scales,
+            **scores._replace(window=None, sinks=None)._asdict(),
+        )
         first_lse = first_lse.masked_fill((hidden < 1).unsqueeze(1), -torch.inf)
         return join((near, first), (near_lse, first_lse))

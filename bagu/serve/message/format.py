@@ -37,6 +37,11 @@ class MessageFormat:
 
     def parser(self) -> MessageParser:
         return MessageParser(
-            self.form.parse if self.form else None, self.names, live=self.live, required=self.required,
-            max_calls=self.max_calls, thinks=self.thinks, thinking=self.thinking,
-        )  # fmt: skip
+            self.form.parse if self.form else None,
+            self.names,
+            live=self.live,
+            required=self.required,
+            max_calls=self.max_calls,
+            thinks=self.thinks,
+            thinking=self.thinking,
+        )

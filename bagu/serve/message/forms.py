@@ -143,8 +143,12 @@ def find_form(template: str, parser: str = "auto") -> ToolForm | None:
     if "tools" not in template or any(part in template for part in ("<function=", "<arg_key>")):  # unknown XML forms
         return None
     shown = (
-        ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]")), ("mistral", ("[TOOL_CALLS]",)),
-        ("deepseek_v3", (CALL, f"{FENCE}json")), ("deepseek_v31", (CALL,)), ("hermes", ("<tool_call>", "arguments")),
-        ("llama3", ("<|python_tag|>",)), ("llama3", ("<|start_header_id|>", "parameters")),
-    )  # fmt: skip
+        ("mistral_v11", ("[TOOL_CALLS]", "[ARGS]")),
+        ("mistral", ("[TOOL_CALLS]",)),
+        ("deepseek_v3", (CALL, f"{FENCE}json")),
+        ("deepseek_v31", (CALL,)),
+        ("hermes", ("<tool_call>", "arguments")),
+        ("llama3", ("<|python_tag|>",)),
+        ("llama3", ("<|start_header_id|>", "parameters")),
+    )
     return next((FORMS[name] for name, parts in shown if all(part in template for part in parts)), None)

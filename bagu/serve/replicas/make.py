@@ -24,10 +24,17 @@ class Replicas(NamedTuple):
 
 
 def make_engine(
-    load: Load, config: EngineConfig, metrics: Metrics, *, max_queue: int, stall_s: float,
-    replicas: Replicas | None = None, load_draft: Load | None = None, niceness: int = 0,
+    load: Load,
+    config: EngineConfig,
+    metrics: Metrics,
+    *,
+    max_queue: int,
+    stall_s: float,
+    replicas: Replicas | None = None,
+    load_draft: Load | None = None,
+    niceness: int = 0,
     on_failure: Callable[[], None] = lambda: None,
-) -> ServedEngine:  # fmt: skip
+) -> ServedEngine:
     """The engine of a model: `max_queue` choices may wait beside those that run."""
     if replicas is None:
         pending = PendingCalls(config.max_num_seqs + max_queue, metrics)
@@ -36,6 +43,11 @@ def make_engine(
         )
     pending = PendingCalls(sum(spec.config.max_num_seqs for spec in replicas.specs) + max_queue, metrics)
     return ReplicaSet(
-        replicas.specs, pending, router=replicas.router, least=replicas.least, stall_s=stall_s, on_failure=on_failure,
+        replicas.specs,
+        pending,
+        router=replicas.router,
+        least=replicas.least,
+        stall_s=stall_s,
+        on_failure=on_failure,
         niceness=niceness,
-    )  # fmt: skip
+    )

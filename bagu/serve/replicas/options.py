@@ -83,9 +83,12 @@ class Replication:
     launch: Callable[[Worker], Launch] | None = None
 
     def specs(
-        self, config: EngineConfig, cores: Sequence[int], load: Callable[[str], Load],
+        self,
+        config: EngineConfig,
+        cores: Sequence[int],
+        load: Callable[[str], Load],
         load_draft: Callable[[str], Load | None] = lambda device: None,
-    ) -> tuple[ReplicaSpec, ...]:  # fmt: skip
+    ) -> tuple[ReplicaSpec, ...]:
         """The engines: `load` gives the function that loads the model onto a device."""
         if config.tp > 1:
             raise ArgumentError(f"replicas with tp = {config.tp}", hint="choose one: each replica is on one device")

@@ -89,10 +89,15 @@ class Replica:
         spec = self.spec
         self.is_draining = False
         self.process = process = EngineProcess(
-            spec.load, spec.config, ReplicaCalls(self, self._owner), stall_s=self._stall_s, niceness=niceness,
-            load_draft=spec.load_draft, on_message=lambda message: self._owner.on_message(self, message),
+            spec.load,
+            spec.config,
+            ReplicaCalls(self, self._owner),
+            stall_s=self._stall_s,
+            niceness=niceness,
+            load_draft=spec.load_draft,
+            on_message=lambda message: self._owner.on_message(self, message),
             launch=spec.launch or LocalEngine,
-        )  # fmt: skip
+        )
         process.start()
         await process.wait_until_settled()
         return process.state == "ready"
@@ -132,6 +137,9 @@ class Replica:
         """For /health."""
         failure = "" if self.process is None or self.state == "ready" else self.process.failure
         return {
-            "replica": self.number, "device": self.spec.name, "state": self.state,
-            **({"reason": failure} if failure else {}), **self.first_tokens(),
-        }  # fmt: skip
+            "replica": self.number,
+            "device": self.spec.name,
+            "state": self.state,
+            **({"reason": failure} if failure else {}),
+            **self.first_tokens(),
+        }

@@ -109,8 +109,10 @@ class ReplicaSet:
         for replica in self.replicas if not self._stopped else ():
             if first := replica.first_tokens():
                 said = ", ".join(f"{name.split('_')[0]} {value:g} ms" for name, value in first.items())
-                _log(f"replica {replica.number} ({replica.spec.name}): {replica.answered} requests, mean time to the "
-                     f"first token {said}")  # fmt: skip
+                _log(
+                    f"replica {replica.number} ({replica.spec.name}): {replica.answered} requests, mean time to the "
+                    f"first token {said}"
+                )
         self._stopped = True
         self._settled.set()
         for task in self._tasks:

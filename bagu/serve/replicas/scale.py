@@ -18,9 +18,15 @@ Change = Literal["grow", "shrink"]
 
 class Scaler:
     def __init__(
-        self, least: int, most: int, *, grow_wait_s: float = GROW_WAIT_S, grow_for_s: float = GROW_FOR_S,
-        shrink_load: float = SHRINK_LOAD, shrink_for_s: float = SHRINK_FOR_S,
-    ) -> None:  # fmt: skip
+        self,
+        least: int,
+        most: int,
+        *,
+        grow_wait_s: float = GROW_WAIT_S,
+        grow_for_s: float = GROW_FOR_S,
+        shrink_load: float = SHRINK_LOAD,
+        shrink_for_s: float = SHRINK_FOR_S,
+    ) -> None:
         self.least, self.most = least, most
         self.grow_wait_s, self.grow_for_s = grow_wait_s, grow_for_s
         self.shrink_load, self.shrink_for_s = shrink_load, shrink_for_s

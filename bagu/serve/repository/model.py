@@ -277,15 +277,20 @@ class RepositoryModel:
             "name": self.name,
             "versions": [
                 {
-                    "version": version.number, "state": version.state,
+                    "version": version.number,
+                    "state": version.state,
                     "weight": self.traffic.share(version.number),
-                    "in_trial": self.traffic.in_trial(version.number), "reason": version.reason or None,
-                    "requests": _requests(version), "errors": version.metrics.errors,
+                    "in_trial": self.traffic.in_trial(version.number),
+                    "reason": version.reason or None,
+                    "requests": _requests(version),
+                    "errors": version.metrics.errors,
                 }
                 for version in self.versions.values()
             ],
-            "swaps": self.swaps, "returns": self.traffic.returns, "last_return": self.traffic.last_return,
-        }  # fmt: skip
+            "swaps": self.swaps,
+            "returns": self.traffic.returns,
+            "last_return": self.traffic.last_return,
+        }
 
 
 def _requests(version: Version) -> int:

@@ -24,15 +24,25 @@ class Repository:
     """`on_failure` is called if no version could be loaded at the start. `memory_bytes` is that of the device."""
 
     def __init__(
-        self, folder: Path, prepare: Prepare, *, max_queue: int, stall_s: float, memory_bytes: int | None = None,
+        self,
+        folder: Path,
+        prepare: Prepare,
+        *,
+        max_queue: int,
+        stall_s: float,
+        memory_bytes: int | None = None,
         on_failure: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         layouts = read_repository(folder)
         wanted = sum(len(layout.loaded_at_start) for layout in layouts.values())
         self._host = Host(
-            folder=folder, prepare=prepare, check_memory=self._check_memory, max_queue=max_queue, stall_s=stall_s,
+            folder=folder,
+            prepare=prepare,
+            check_memory=self._check_memory,
+            max_queue=max_queue,
+            stall_s=stall_s,
             default_share=MEMORY / (wanted + 1),  # one more version during a swap
-        )  # fmt: skip
+        )
         self._memory_bytes, self._on_failure = memory_bytes, on_failure
         self.models = {name: RepositoryModel(layout, self._host) for name, layout in layouts.items()}
         self._started = False
@@ -173,12 +183,16 @@ class Repository:
             [(labels(model_name=m.name), m.traffic.returns) for m in models],
         )
         yield from sample(
-            "bagu:shadow_requests_total", "counter", "Copies of requests to the shadow version, by result.",
+            "bagu:shadow_requests_total",
+            "counter",
+            "Copies of requests to the shadow version, by result.",
             [
                 (labels(model_name=m.name, result=result), m.shadow.counts[result])
-                for m in models if m.settings.shadow is not None for result in ("ok", "error", "dropped")
+                for m in models
+                if m.settings.shadow is not None
+                for result in ("ok", "error", "dropped")
             ],
-        )  # fmt: skip
+        )
 
     async def _start(self) -> None:
         for model in self.models.values():

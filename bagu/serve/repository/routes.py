@@ -78,21 +78,32 @@ CHANGES = {
 
 def _changes(verb: str, body: type[Body], summary: str) -> Operation:
     return Operation(
-        path=f"/v1/repository/models/{{name}}/{verb}", name=f"{verb}_version", method="POST", summary=summary,
-        body=body, answer=RepositoryModelState, parameters=(MODEL,), failures=CHANGES, access="admin",
-    )  # fmt: skip
+        path=f"/v1/repository/models/{{name}}/{verb}",
+        name=f"{verb}_version",
+        method="POST",
+        summary=summary,
+        body=body,
+        answer=RepositoryModelState,
+        parameters=(MODEL,),
+        failures=CHANGES,
+        access="admin",
+    )
 
 
 REPOSITORY_OPERATIONS = (
     Operation(
-        path="/v1/repository", name="repository", summary="List the models, their versions and their traffic",
-        answer=RepositoryState, failures={}, access="key",
+        path="/v1/repository",
+        name="repository",
+        summary="List the models, their versions and their traffic",
+        answer=RepositoryState,
+        failures={},
+        access="key",
     ),
     _changes("load", VersionBody, "Load a version without traffic"),
     _changes("unload", VersionBody, "Let a version finish its requests and stop it"),
     _changes("promote", VersionBody, "Load a version, give it all new requests, and unload the others"),
     _changes("weights", WeightsBody, "Set the shares of the traffic by version"),
-)  # fmt: skip
+)
 
 
 class RepositoryApi(Api):

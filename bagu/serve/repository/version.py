@@ -56,9 +56,14 @@ class Version:
         """Start the engine and wait until it is ready; returns the reason if it fails. Cancelling stops it."""
         self.share, self.reason, self._failed, self._draining = share, "", False, False
         process = make_engine(
-            engine.load, engine.config, self.metrics, max_queue=max_queue, stall_s=stall_s, replicas=engine.replicas,
+            engine.load,
+            engine.config,
+            self.metrics,
+            max_queue=max_queue,
+            stall_s=stall_s,
+            replicas=engine.replicas,
             niceness=niceness,
-        )  # fmt: skip
+        )
         self.instance = Instance(process, self.name, engine.config.generation)
         process.start()
         try:

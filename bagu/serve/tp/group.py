@@ -84,9 +84,12 @@ class Ranks:
         try:
             self._wait_for_all(timeout)
             dist.init_process_group(
-                backend_for(device), store=dist.PrefixStore("group", self._store), rank=0, world_size=count,
+                backend_for(device),
+                store=dist.PrefixStore("group", self._store),
+                rank=0,
+                world_size=count,
                 timeout=COLLECTIVE_TIMEOUT,
-            )  # fmt: skip
+            )
             self.mesh: Mesh = open_mesh(MeshConfig(tp=count), device)
         except BaseException:
             self.close()

@@ -42,9 +42,12 @@ def main() -> None:
         device = torch.device(sys.argv[4])
         store.set(here_key(rank), "")
         dist.init_process_group(
-            backend_for(device), store=dist.PrefixStore("group", store), rank=rank, world_size=ranks,
+            backend_for(device),
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=ranks,
             timeout=COLLECTIVE_TIMEOUT,
-        )  # fmt: skip
+        )
         with torch.inference_mode():
             serve(messages, open_mesh(MeshConfig(tp=ranks), device))
         dist.destroy_process_group()
@@ -93,9 +96,13 @@ def _runner(messages: Messages, mesh: Mesh) -> Runner | None:
     if not isinstance(cache, Cache):
         return None
     kv = PagedKV(
-        local_heads(setup.model, mesh.size("tp")), cache.num_blocks, cache.block_size, device=mesh.device,
-        dtype=cache_dtype(setup.engine.kv_dtype, model.embedding.weight.dtype), groups=cache.groups,
-    )  # fmt: skip
+        local_heads(setup.model, mesh.size("tp")),
+        cache.num_blocks,
+        cache.block_size,
+        device=mesh.device,
+        dtype=cache_dtype(setup.engine.kv_dtype, model.embedding.weight.dtype),
+        groups=cache.groups,
+    )
     return Runner(model, kv, setup.engine, cache.max_model_len, mesh)
 
 

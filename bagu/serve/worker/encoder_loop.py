@@ -19,9 +19,13 @@ if TYPE_CHECKING:  # the HTTP server's process does not import torch
 
 
 def serve_encoder(
-    pipe: Connection, messages: Messages, model: Transformer, tokenizer: Tokenizer, chat: Chat | None,
+    pipe: Connection,
+    messages: Messages,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    chat: Chat | None,
     config: EngineConfig,
-) -> None:  # fmt: skip
+) -> None:
     """Handle messages, encode batches of texts and send their vectors, until `Stop`."""
     if config.tp > 1:
         raise ArgumentError(f"tp = {config.tp} with an encoder model", hint="encoders run on one rank: use tp=1")
@@ -35,9 +39,14 @@ def serve_encoder(
     longest = min(model.config.max_len, config.max_model_len or model.config.max_len)
     vocab_size = model.config.vocab_size
     ready = Ready(
-        tokenizer=tokenizer, chat=chat, generates=False, scores=model.config.score_head, max_model_len=longest,
-        vocab_size=vocab_size, capacity=measure_encoder(model, encode, config) if config.is_replica else None,
-    )  # fmt: skip
+        tokenizer=tokenizer,
+        chat=chat,
+        generates=False,
+        scores=model.config.score_head,
+        max_model_len=longest,
+        vocab_size=vocab_size,
+        capacity=measure_encoder(model, encode, config) if config.is_replica else None,
+    )
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
     send(pipe, ready)
     encoder = Encoder(model, config.step_tokens(model.embedding.weight.device.type), encode)

@@ -69,20 +69,30 @@ class EventBuffer:
 
 
 def serve_generation(
-    pipe: Connection, messages: Messages, engine: Engine, chat: Chat | None, warming: WarmUp,
+    pipe: Connection,
+    messages: Messages,
+    engine: Engine,
+    chat: Chat | None,
+    warming: WarmUp,
     capacity: Capacity | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Send `Ready`; then handle messages, run steps and send their events, until `Stop`. What `warming` has left runs
     while there is no request. With a `capacity`, changes of the prefix cache are sent too."""
     assert engine.tokenizer is not None
     ready = Ready(
-        tokenizer=engine.tokenizer, chat=chat, generates=True, max_model_len=engine.max_model_len,
-        vocab_size=engine.model.config.vocab_size, defaults=engine.config.generation,
-        tool_parser=engine.config.tool_parser, reasoning_parser=engine.config.reasoning_parser,
-        adapters=engine.adapters.infos, loads_adapters=engine.config.adapter_root is not None,
+        tokenizer=engine.tokenizer,
+        chat=chat,
+        generates=True,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.model.config.vocab_size,
+        defaults=engine.config.generation,
+        tool_parser=engine.config.tool_parser,
+        reasoning_parser=engine.config.reasoning_parser,
+        adapters=engine.adapters.infos,
+        loads_adapters=engine.config.adapter_root is not None,
         capacity=capacity,
         images=None if engine.images is None else engine.images.spec,
-    )  # fmt: skip
+    )
     _ = ready.longest_token  # computed here, so that the first request does not wait for it
     if engine.config.adapter_slots:
         print(f"bagu serve: {engine.adapters.room()}", file=sys.stderr, flush=True)

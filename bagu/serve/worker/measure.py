@@ -36,9 +36,10 @@ def measure_engine(engine: Engine) -> Capacity:
     prompts = _prompt_steps(longest)
     middle = 1 + timed // 2
     fitting = [  # at once in the pool; the first always runs
-        (n, min(context, longest)) for n, context in BATCHES
+        (n, min(context, longest))
+        for n, context in BATCHES
         if n == 1 or (n <= limits.max_num_seqs and n * blocks.max_blocks(context + timed + 2) <= blocks.num_blocks)
-    ]  # fmt: skip
+    ]
     decodes = [Step.of_decodes([context + middle] * n) for n, context in fitting]
     steps = [*prompts[:2], decodes[0], *(s for pair in zip(prompts[2:], decodes[1:], strict=False) for s in pair)]
     steps += [s for s in (*prompts, *decodes) if s not in steps]
@@ -60,9 +61,12 @@ def measure_engine(engine: Engine) -> Capacity:
     engine.blocks.reset_prefix_cache()
     groups = engine.blocks.groups if engine.config.prefix_cache else ()
     return Capacity(
-        cost=cost, slots=limits.max_num_seqs, step_tokens=limits.max_num_batched_tokens,
-        block_size=engine.blocks.block_size, groups=groups,
-    )  # fmt: skip
+        cost=cost,
+        slots=limits.max_num_seqs,
+        step_tokens=limits.max_num_batched_tokens,
+        block_size=engine.blocks.block_size,
+        groups=groups,
+    )
 
 
 def _took(run: Callable[[], object], on_cpu: bool) -> Took:

@@ -68,9 +68,12 @@ def _finish(engine: Engine) -> list[float]:
 
 
 def run(
-    ours: socket.socket, load: Load, config: EngineConfig, load_draft: Load | None = None,
+    ours: socket.socket,
+    load: Load,
+    config: EngineConfig,
+    load_draft: Load | None = None,
     prepare_with: Callable[[Prepare], Callable[[], None]] = lambda prepare: prepare(),
-) -> None:  # fmt: skip
+) -> None:
     """The main function of the process: load, warm up, send `Ready`, then serve until `Stop`. An exception is sent to
     the server as `Failed` and ends the process. `load_draft` loads the draft model, if `config` names one.
     `prepare_with` runs the function that loads and warms up (main.py: in a thread of low priority)."""

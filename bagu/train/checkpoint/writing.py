@@ -75,9 +75,15 @@ def snapshot(state: TrainState, facts: Mapping[str, Any], *, serial: int = 0, fo
         "loss": state.loss.state(),
     }
     return Snapshot(
-        step=state.step, model=model, optimizer=optimizer, facts={**facts, **own}, ready=ready, part=part,
-        parts=parts, serial=serial,
-    )  # fmt: skip
+        step=state.step,
+        model=model,
+        optimizer=optimizer,
+        facts={**facts, **own},
+        ready=ready,
+        part=part,
+        parts=parts,
+        serial=serial,
+    )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

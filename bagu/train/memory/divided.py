@@ -40,15 +40,26 @@ class DividedModel:
     """
 
     def __init__(
-        self, whole: Transformer, mesh: Mesh, *, schedule: Schedule, stages_per_rank: int, method: Method,
+        self,
+        whole: Transformer,
+        mesh: Mesh,
+        *,
+        schedule: Schedule,
+        stages_per_rank: int,
+        method: Method,
         values: Values | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.whole, self.mesh, self.schedule, self.method = whole, mesh, schedule, method
         self.roles: dict[str, Role] = roles(whole)
         self.parallel = apply(
-            _sharing(whole), mesh, context=whole.config.max_len, schedule=schedule, stages_per_rank=stages_per_rank,
-            method=method, values=values,
-        )  # fmt: skip
+            _sharing(whole),
+            mesh,
+            context=whole.config.max_len,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            method=method,
+            values=values,
+        )
         self.local = self.parallel.local
         self.timed = False  # whether to record what the stages do in a step: see Pipeline
         self._pipeline: Pipeline | None = None
@@ -126,9 +137,14 @@ class DividedModel:
                 flat.end_backward()
 
             self._pipeline = Pipeline(
-                self.parallel.stages, self.mesh, schedule=self.schedule, micro_batches=len(batches), tokens=tokens,
-                after_backward=after_backward, timed=self.timed,
-            )  # fmt: skip
+                self.parallel.stages,
+                self.mesh,
+                schedule=self.schedule,
+                micro_batches=len(batches),
+                tokens=tokens,
+                after_backward=after_backward,
+                timed=self.timed,
+            )
         return self._pipeline
 
     def update_balance(self, expert_load: Sequence[torch.Tensor]) -> None:

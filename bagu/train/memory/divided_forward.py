@@ -36,9 +36,15 @@ def divided_nll_sum(divided: DividedModel, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def divided_generate(
-    divided: DividedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, temperature: float = 1.0,
-    top_p: float | None = None, seed: int = 0, eos_id: int | None = None,
-) -> list[list[int]]:  # fmt: skip
+    divided: DividedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    seed: int = 0,
+    eos_id: int | None = None,
+) -> list[list[int]]:
     """`nn.sample.generate` without a cache: a token runs the texts so far again, which is little for samples."""
     texts, alive = [list(p) for p in prompts], list(range(len(prompts)))
     for t in range(max_new_tokens):

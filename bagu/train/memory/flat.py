@@ -158,9 +158,14 @@ class FlatParameters:
     divided = False  # every rank has the whole master and the whole gradient
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh | None = None, *, bucket_bytes: int = 25 << 20,
-        spread: SpreadOf = everywhere, values: Values | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        mesh: Mesh | None = None,
+        *,
+        bucket_bytes: int = 25 << 20,
+        spread: SpreadOf = everywhere,
+        values: Values | None = None,
+    ) -> None:
         by_name, role_of = trained(model), roles(model)
         self.device = next(iter(by_name.values())).device
         self.dtype, self.role_of = master_dtype(by_name.values()), role_of

@@ -64,9 +64,16 @@ class ShardedParameters:
     divided = True
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, stage: Stage, *, bucket_bytes: int = 25 << 20, offload: bool = False,
-        spread: SpreadOf = everywhere, values: Values | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        stage: Stage,
+        *,
+        bucket_bytes: int = 25 << 20,
+        offload: bool = False,
+        spread: SpreadOf = everywhere,
+        values: Values | None = None,
+    ) -> None:
         by_name = trained(model)
         self.mesh, self.stage, self.device = mesh, stage, mesh.device
         self.dtype = master_dtype(by_name.values())

@@ -160,6 +160,7 @@ class ContrastiveLoss(Loss[PreferenceBatch, PreferenceTotals]):
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PreferenceTotals) -> Metrics:
         return {
-            "loss_nats": sums["nll"] / max(sums["kept"], 1e-9), "pairs": totals.units,
+            "loss_nats": sums["nll"] / max(sums["kept"], 1e-9),
+            "pairs": totals.units,
             "duplicates_percent": 100 * (1 - sums["kept"]),
-        }  # fmt: skip
+        }

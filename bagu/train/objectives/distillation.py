@@ -75,9 +75,12 @@ class TeacherObjective(Objective[BatchT]):
     def teacher_loss(self, teacher: Transformer, cross_entropy: float | None) -> DistillationLoss:
         """The loss of this objective on a plain batch."""
         return DistillationLoss(
-            teacher, self.divergence, beta=0.5 if self.beta is None else self.beta, temperature=self.temperature,
+            teacher,
+            self.divergence,
+            beta=0.5 if self.beta is None else self.beta,
+            temperature=self.temperature,
             cross_entropy=cross_entropy,
-        )  # fmt: skip
+        )
 
 
 class DistillationLoss(Loss[Batch, TargetTotals]):

@@ -75,10 +75,17 @@ def _jsd(beta: float, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, t
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor,
-        teacher_weight: torch.Tensor, token_weights: torch.Tensor, rule: Rule, temperature: float, memory: int | None,
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        token_weights: torch.Tensor,
+        rule: Rule,
+        temperature: float,
+        memory: int | None,
         wants: tuple[bool, bool],
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         grad_hidden, grad_weight = wants
         dtype, V, acc = hidden.dtype, weight.shape[0], accumulator(hidden.dtype)
         h, w, th, tw = (operand(x, dtype) for x in (hidden, weight, teacher_hidden, teacher_weight))

@@ -45,9 +45,15 @@ class OnPolicyDistillation(TeacherObjective[RolloutBatch], PromptObjective):
 
     def rollout_config(self, seed: int) -> RolloutConfig:
         return RolloutConfig(
-            prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=1, minibatches=1,
-            max_draws=1, fill=False, seed=seed,
-        )  # fmt: skip
+            prompts=self.prompts,
+            samples=self.samples,
+            max_tokens=self.max_tokens,
+            epochs=1,
+            minibatches=1,
+            max_draws=1,
+            fill=False,
+            seed=seed,
+        )
 
     def loss(self, model: Transformer, auxiliary: Mapping[str, Transformer] = NO_MODELS) -> OnPolicyLoss:
         return OnPolicyLoss(self.teacher_loss(auxiliary["teacher"], None))

@@ -71,6 +71,9 @@ def _note(corpus: Corpus) -> str:
 def _size(train: TokenStore, held: TokenStore, note: str) -> SourceSize:
     targets = train.num_tokens if train.loss_mask is None else int(train.loss_mask.sum(dtype="int64"))
     return SourceSize(
-        documents=train.num_documents, tokens=train.num_tokens, targets=targets, validation_tokens=held.num_tokens,
+        documents=train.num_documents,
+        tokens=train.num_tokens,
+        targets=targets,
+        validation_tokens=held.num_tokens,
         note=note,
-    )  # fmt: skip
+    )

@@ -26,10 +26,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
     "lion": {"betas": (0.9, 0.99), "weight_decay": 0.1},
     "muon": {
-        "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "newton_schulz_steps": 5,
+        "momentum": 0.95,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "newton_schulz_steps": 5,
         "newton_schulz_dtype": None,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, kw_only=True)

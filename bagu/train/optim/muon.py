@@ -47,9 +47,14 @@ def mix_momentum(
 
 
 def muon_part(
-    piece: Piece, p: torch.Tensor, whole: torch.Tensor, now: Now, *, newton_schulz_steps: int,
+    piece: Piece,
+    p: torch.Tensor,
+    whole: torch.Tensor,
+    now: Now,
+    *,
+    newton_schulz_steps: int,
     newton_schulz_dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> None:
     """Update this rank's part of matrices. `whole` is the mixed gradient of the piece's unit, from all ranks.
 
     A rank orthogonalises the matrices that its piece touches: a matrix that lies in the parts of two ranks is computed
@@ -88,9 +93,16 @@ def muon_over_tp(
 
 
 def muon_part_over_tp(
-    pieces: Sequence[tuple[Piece, torch.Tensor]], slots: Sequence[Slot], gradient: torch.Tensor, start: int, now: Now,
-    parts: MatrixParts, *, newton_schulz_steps: int, newton_schulz_dtype: torch.dtype,
-) -> None:  # fmt: skip
+    pieces: Sequence[tuple[Piece, torch.Tensor]],
+    slots: Sequence[Slot],
+    gradient: torch.Tensor,
+    start: int,
+    now: Now,
+    parts: MatrixParts,
+    *,
+    newton_schulz_steps: int,
+    newton_schulz_dtype: torch.dtype,
+) -> None:
     """Update this rank's part of matrices that are divided over tp and shard.
 
     `pieces` are this rank's pieces of a unit with their masters, `slots` all matrices of the unit, `gradient` its mixed

@@ -90,9 +90,13 @@ class Optimizer:
     given if tensor parallelism divides matrices, which Muon needs whole."""
 
     def __init__(
-        self, config: OptimizerConfig, flat: FlatParameters | ShardedParameters, *, fused: bool = True,
+        self,
+        config: OptimizerConfig,
+        flat: FlatParameters | ShardedParameters,
+        *,
+        fused: bool = True,
         parts: MatrixParts | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config, self.flat, self._matrix_parts = config.resolved(flat.device), flat, parts
         self.parts = tuple(self._part(piece) for piece in flat.pieces)
         self._fused = fused and can_fuse(flat.state_device)

@@ -50,9 +50,16 @@ def adagrad(p: Tensor, g: Tensor, square_sum: Tensor, now: Now, *, eps: float, w
 
 
 def adadelta(
-    p: Tensor, g: Tensor, square_avg: Tensor, delta_avg: Tensor, now: Now, *, rho: float, eps: float,
+    p: Tensor,
+    g: Tensor,
+    square_avg: Tensor,
+    delta_avg: Tensor,
+    now: Now,
+    *,
+    rho: float,
+    eps: float,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """E[g²] ← ρE[g²] + (1-ρ)g²;  Δ = g √(E[Δ²]+ε) / √(E[g²]+ε);  E[Δ²] as E[g²];  θ ← θ - ηΔ (Δ has θ's unit)"""
     _l2(p, g, weight_decay)
     square_avg.mul_(rho).addcmul_(g, g, value=1 - rho)
@@ -69,9 +76,16 @@ def rmsprop(p: Tensor, g: Tensor, square_avg: Tensor, now: Now, *, rho: float, e
 
 
 def adam(
-    p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, now: Now, *, betas: tuple[float, float], eps: float,
+    p: Tensor,
+    g: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    now: Now,
+    *,
+    betas: tuple[float, float],
+    eps: float,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """m ← β₁m + (1-β₁)g;  v ← β₂v + (1-β₂)g²;  θ ← θ - η m̂ / (√v̂ + ε), where m̂ = m/(1-β₁ᵗ), v̂ = v/(1-β₂ᵗ)"""
     _l2(p, g, weight_decay)
     beta1, beta2 = betas
@@ -82,9 +96,16 @@ def adam(
 
 
 def adamw(
-    p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, now: Now, *, betas: tuple[float, float], eps: float,
+    p: Tensor,
+    g: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    now: Now,
+    *,
+    betas: tuple[float, float],
+    eps: float,
     weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """Adam, and separately θ ← (1 - ηλ) θ, so that decay is not divided by √v̂."""
     _shrink(p, now, weight_decay)
     adam(p, g, exp_avg, exp_avg_sq, now, betas=betas, eps=eps, weight_decay=0.0)

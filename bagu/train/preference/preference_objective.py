@@ -32,9 +32,12 @@ class PreferenceTotals(Totals):
     def of(cls, batches: Sequence[PreferenceBatch], *, paired: bool) -> Self:
         answers, chosen = sum(b.num_sequences for b in batches), sum(b.num_chosen for b in batches)
         return cls(
-            tokens=sum(b.num_tokens for b in batches), padding=sum(b.num_padding for b in batches),
-            units=answers // 2 if paired else answers, chosen=chosen, rejected=answers - chosen,
-        )  # fmt: skip
+            tokens=sum(b.num_tokens for b in batches),
+            padding=sum(b.num_padding for b in batches),
+            units=answers // 2 if paired else answers,
+            chosen=chosen,
+            rejected=answers - chosen,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +115,9 @@ def preference_data(
         held_out=held_out,
         sources={
             name: SourceSize(
-                documents=len(found.units), tokens=int(found.lengths.sum()), targets=found.num_targets,
+                documents=len(found.units),
+                tokens=int(found.lengths.sum()),
+                targets=found.num_targets,
                 validation_tokens=int(held[name].lengths.sum()),
             )
             for name, found in train.items()
@@ -120,15 +125,19 @@ def preference_data(
         facts={
             name: {
                 **corpus.facts,
-                "train_documents": len(train[name].units), "train_tokens": int(train[name].lengths.sum()),
+                "train_documents": len(train[name].units),
+                "train_tokens": int(train[name].lengths.sum()),
                 "train_left_out": train[name].left_out,
-                "validation_documents": len(held[name].units), "validation_tokens": int(held[name].lengths.sum()),
+                "validation_documents": len(held[name].units),
+                "validation_tokens": int(held[name].lengths.sum()),
                 "validation_left_out": held[name].left_out,
             }
             for name, corpus in corpora.items()
         },
-        train=train, held=held, config=data,
-    )  # fmt: skip
+        train=train,
+        held=held,
+        config=data,
+    )
 
 
 def right_share(margin: torch.Tensor) -> torch.Tensor:

@@ -47,9 +47,13 @@ def with_reference(
     """
     documents = [found.units[units].ravel().tolist() for units in rows]
     facts = {
-        "format": 1, "model": digest, "context": config.context, "rows": config.rows,
-        "batches": hashlib.sha256(json.dumps(documents).encode()).hexdigest(), "tokens": _tokens_digest(found),
-    }  # fmt: skip
+        "format": 1,
+        "model": digest,
+        "context": config.context,
+        "rows": config.rows,
+        "batches": hashlib.sha256(json.dumps(documents).encode()).hexdigest(),
+        "tokens": _tokens_digest(found),
+    }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{key}.safetensors"
     values = _read(path, found.store.num_documents)

@@ -68,11 +68,13 @@ class RewardModelling(PreferenceObjective):
         return Display(
             curves=(
                 Curve(
-                    title="Loss", unit="nats per pair",
+                    title="Loss",
+                    unit="nats per pair",
                     metrics={"preference_loss": "training", "val_preference_loss": "validation"},
                 ),
                 Curve(
-                    title="Accuracy", unit="% of pairs ranked as labelled",
+                    title="Accuracy",
+                    unit="% of pairs ranked as labelled",
                     metrics={"accuracy_percent": "training", "val_accuracy_percent": "validation"},
                 ),
                 Curve(title="Margin", unit="score", metrics={"margin": "training", "val_margin": "validation"}),
@@ -83,15 +85,18 @@ class RewardModelling(PreferenceObjective):
                 Headline(metric="val_accuracy_percent", name="Held-out pairs ranked as labelled", unit="%"),
                 Headline(metric="val_preference_loss", name="Validation loss", unit="nats"),
                 Headline(
-                    metric="val_calibration_error_percent", name="Calibration error", unit="%",
+                    metric="val_calibration_error_percent",
+                    name="Calibration error",
+                    unit="%",
                     note="expected calibration error of held-out pairs",
                 ),
             ),
             progress={
-                "preference_loss": "loss {:.3f} nats", "accuracy_percent": "{:.0f} % right",
+                "preference_loss": "loss {:.3f} nats",
+                "accuracy_percent": "{:.0f} % right",
                 "val_accuracy_percent": "validation {:.1f} % right",
             },
-        )  # fmt: skip
+        )
 
     def metric_tables(self, metrics: Sequence[Mapping[str, Any]]) -> Sequence[Table]:
         last = next((row for row in reversed(metrics) if row.get("val_bin_0_pairs") is not None), None)
@@ -99,12 +104,15 @@ class RewardModelling(PreferenceObjective):
             return ()
         rows = [
             (
-                f"{50 + 50 * i / BINS:.0f} to {50 + 50 * (i + 1) / BINS:.0f} %", int(last[f"val_bin_{i}_pairs"]),
-                *(f"{last[f'val_bin_{i}_{what}_percent']:.1f} %" if last[f"val_bin_{i}_pairs"] else "–"
-                  for what in ("confidence", "accuracy")),
+                f"{50 + 50 * i / BINS:.0f} to {50 + 50 * (i + 1) / BINS:.0f} %",
+                int(last[f"val_bin_{i}_pairs"]),
+                *(
+                    f"{last[f'val_bin_{i}_{what}_percent']:.1f} %" if last[f"val_bin_{i}_pairs"] else "–"
+                    for what in ("confidence", "accuracy")
+                ),
             )
             for i in range(BINS)
-        ]  # fmt: skip
+        ]
         note = (
             "Held-out pairs by the probability that the model gives to the answer it prefers. Where the model is "
             f"calibrated, mean confidence and accuracy are equal. Brier score {last['val_brier']:.3f} (0.25 for a "
@@ -145,10 +153,13 @@ class RewardLoss(Loss[PreferenceBatch, PreferenceTotals]):
 
     def metrics(self, loss: float, sums: Mapping[str, float], totals: PreferenceTotals) -> Metrics:
         return {
-            "preference_loss": sums["nll"], "accuracy_percent": 100 * sums["right"],
-            "margin": sums["chosen"] - sums["rejected"], "chosen_score": sums["chosen"],
-            "rejected_score": sums["rejected"], "pairs": totals.units,
-        }  # fmt: skip
+            "preference_loss": sums["nll"],
+            "accuracy_percent": 100 * sums["right"],
+            "margin": sums["chosen"] - sums["rejected"],
+            "chosen_score": sums["chosen"],
+            "rejected_score": sums["rejected"],
+            "pairs": totals.units,
+        }
 
     def evaluate(self, model: Transformer, batches: Iterable[PreferenceBatch]) -> Metrics:
         """The metrics of a step, and the calibration of the pair probabilities."""

@@ -183,9 +183,12 @@ class RolloutLoader:
         assert step == self._step, "the position of a rollout loader is known only at its next step"
         unfinished = self._rollout is not None and self._index < self._steps(self._rollout)
         return {
-            "step": step, "rollouts": self._rollouts, "drawn": self._drawn, "index": self._index,
+            "step": step,
+            "rollouts": self._rollouts,
+            "drawn": self._drawn,
+            "index": self._index,
             "rollout": self._rollout.to_json() if unfinished and self._rollout is not None else None,
-        }  # fmt: skip
+        }
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         self._step, self._rollouts, self._drawn = cursor["step"], cursor["rollouts"], cursor["drawn"]

@@ -103,10 +103,13 @@ class PolicyLoss(Loss[RolloutBatch, PolicyTotals]):
 
     def totals(self, batches: Sequence[RolloutBatch]) -> PolicyTotals:
         return PolicyTotals(
-            tokens=sum(b.num_tokens for b in batches), padding=sum(b.num_padding for b in batches),
-            targets=sum(b.num_targets for b in batches), idle=all(b.batch is None for b in batches),
-            rollout=batches[0].rollout, began=time.perf_counter(),
-        )  # fmt: skip
+            tokens=sum(b.num_tokens for b in batches),
+            padding=sum(b.num_padding for b in batches),
+            targets=sum(b.num_targets for b in batches),
+            idle=all(b.batch is None for b in batches),
+            rollout=batches[0].rollout,
+            began=time.perf_counter(),
+        )
 
     def policy(self, model: Transformer, batch: RolloutBatch, totals: PolicyTotals, kl: float) -> PolicyPart:
         """The policy loss of a micro-batch, with `kl` times the KL to the reference."""

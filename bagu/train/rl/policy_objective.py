@@ -95,9 +95,15 @@ class PolicyObjective(PromptObjective):
                 hint="give one with --reward, such as my_file.py:score",
             )
         return RolloutConfig(
-            prompts=self.prompts, samples=self.samples, max_tokens=self.max_tokens, epochs=self.epochs,
-            minibatches=self.minibatches, max_draws=self.max_draws, fill=self.fills, seed=seed,
-        )  # fmt: skip
+            prompts=self.prompts,
+            samples=self.samples,
+            max_tokens=self.max_tokens,
+            epochs=self.epochs,
+            minibatches=self.minibatches,
+            max_draws=self.max_draws,
+            fill=self.fills,
+            seed=seed,
+        )
 
     def display(self) -> Display:
         several = [] if isinstance(self.reward, str) else reward_specs(self.reward)

@@ -11,15 +11,18 @@ from bagu.types import Completion
 
 ANSWER_CURVES = (
     Curve(
-        title="Entropy", unit="nats per token",
+        title="Entropy",
+        unit="nats per token",
         metrics={"entropy_nats": "training", "val_entropy_nats": "validation"},
     ),
     Curve(
-        title="Length of answers", unit="tokens", zero=True,
+        title="Length of answers",
+        unit="tokens",
+        zero=True,
         metrics={"length_tokens": "training", "val_length_tokens": "validation"},
     ),
     Curve(title="Answers cut at max_tokens", unit="%", metrics={"truncated_percent": "cut"}, zero=True),
-)  # fmt: skip
+)
 
 
 def part_metric(name: str) -> str:

@@ -90,9 +90,14 @@ class Served:
         segments = [(segment.start, segment.stop) for segment in flat.segments]
         dtype = np.dtype(str(flat.dtype).removeprefix("torch."))
         self._client = Client(
-            self.place.worker, segments, self.config.servers, dtype, self.place.manager, self.place.token,
+            self.place.worker,
+            segments,
+            self.config.servers,
+            dtype,
+            self.place.manager,
+            self.place.token,
             method=self.config.compress,
-        )  # fmt: skip
+        )
         self.client.wait_for_map()
         if self.config.delay and self.config.own_ahead:
             states = [row.numpy() for row in _state_rows(state)]
@@ -275,10 +280,12 @@ class Served:
             self._ahead.refuse(self._t, _array(state.flat.master))
         state.data_step += 1
         decision = {
-            "skip": skipped is not None, "lr": lr if self._ahead is None else 1.0, "step": state.updates,
+            "skip": skipped is not None,
+            "lr": lr if self._ahead is None else 1.0,
+            "step": state.updates,
             "facts": facts_of(state),
             "scale": clip / norm if clip is not None and norm > clip else 1.0,
-        }  # fmt: skip
+        }
         more = bool(self._flying) and self.client.total(self._t + 1, within=0) is not None
         self.client.commit(self._t, decision, pull=not more, wait=False)  # of several that are ready, the last reads
         self._asked = self._asked if more else self._t
@@ -334,9 +341,13 @@ class Served:
 def facts_of(state: TrainState) -> dict[str, Any]:
     """The state of a run besides the weights, as JSON."""
     return {
-        "step": state.step, "data_step": state.data_step, "updates": state.updates, "guard": state.guard.state(),
-        "best": state.best.state(), "loss": state.loss.state(),
-    }  # fmt: skip
+        "step": state.step,
+        "data_step": state.data_step,
+        "updates": state.updates,
+        "guard": state.guard.state(),
+        "best": state.best.state(),
+        "loss": state.loss.state(),
+    }
 
 
 def load_facts(state: TrainState, facts: Mapping[str, Any]) -> None:

@@ -136,7 +136,8 @@ DRILL = Drill.of(
     questions=(
         Question(
             "How many passes over a row does a stable softmax need, and how does an online one save one?",
-            "稳定的 softmax 需要读几遍？online softmax 如何少读一遍？", "bagu lab run online_softmax",
+            "稳定的 softmax 需要读几遍？online softmax 如何少读一遍？",
+            "bagu lab run online_softmax",
         ),
         Question("Is it bound by memory or by compute?", "它受限于带宽还是算力？", "bagu ops show softmax"),
     ),
@@ -167,6 +168,8 @@ DRILL = Drill.of(
         Planted("triton_grad", "out = scale * y *", "out = y *", "ignored|factor"),
         Planted("triton_grad", "tl.sum(d * y, 0)", "tl.sum(d, 0)", "formula"),
         Planted("triton_grad", "tl.sum(d * y, 0)", "tl.sum(d * y, 0) / N", "formula"),
-        Planted("triton_grad", "dy, x = dy.contiguous(), x.contiguous()\n    dx", "x = x.contiguous()\n    dx", "stride"),
+        Planted(
+            "triton_grad", "dy, x = dy.contiguous(), x.contiguous()\n    dx", "x = x.contiguous()\n    dx", "stride"
+        ),
     ),
-)  # fmt: skip
+)

@@ -138,6 +138,10 @@ def _trial(name: str, why: Text, blocks: int, size: int, steps: list[list[Any]],
                 raise Wrong(f"case {name}: operation {i}, {shown}, gave {got!r}, and should give {want!r}", cause=found)
 
     return Trial(
-        name=name, why=why, edge=edge, judge=judge, cause=cause if edge else "",
+        name=name,
+        why=why,
+        edge=edge,
+        judge=judge,
+        cause=cause if edge else "",
         ask=lambda answer: answer.call("BlockAllocator", [blocks, size], kind="script", steps=steps, seconds=20),
-    )  # fmt: skip
+    )

@@ -16,9 +16,11 @@ from bagu.lab.drill.trial import Trial
 
 def trials(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
     makers: dict[str, Callable[[random.Random], Iterator[Trial]]] = {
-        "tree_traversal": tree_trials, "struct_layout": struct_trials, "generators": generator_trials,
+        "tree_traversal": tree_trials,
+        "struct_layout": struct_trials,
+        "generators": generator_trials,
         "evaluation": evaluation_trials,
-    }  # fmt: skip
+    }
     yield from makers[drill.name](random.Random(seed))
 
 
@@ -74,7 +76,7 @@ def tree_trials(rng: random.Random) -> Iterator[Trial]:
         ("empty", empty, 0, "random", True, "empty"),
         ("left_line", deep, 50_000, "left", True, "recursion"),
         ("right_line", deep, 50_000, "right", True, "recursion"),
-    ):  # fmt: skip
+    ):
         left, right = _tree(rng, nodes, kind)
         pre, middle, post = _walk(left, right)
         for function, want in (
@@ -83,16 +85,22 @@ def tree_trials(rng: random.Random) -> Iterator[Trial]:
             ("postorder", post),
             ("levels", _levels(left, right)),
         ):
-            yield value_trial(f"{name}: {function}", why, function, [left, right], want, edge=edge, cause=cause,
-                              usual="order")  # fmt: skip
+            yield value_trial(
+                f"{name}: {function}", why, function, [left, right], want, edge=edge, cause=cause, usual="order"
+            )
 
 
 # Structs
 
 TYPES: dict[str, Any] = {
-    "char": ctypes.c_char, "short": ctypes.c_int16, "int": ctypes.c_int32, "long long": ctypes.c_int64,
-    "float": ctypes.c_float, "double": ctypes.c_double, "pointer": ctypes.c_uint64,
-}  # fmt: skip
+    "char": ctypes.c_char,
+    "short": ctypes.c_int16,
+    "int": ctypes.c_int32,
+    "long long": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "pointer": ctypes.c_uint64,
+}
 Fields = Sequence[tuple[Any, int]]
 
 
@@ -132,8 +140,9 @@ def struct_trials(rng: random.Random) -> Iterator[Trial]:
     ]  # fmt: skip
     for name, why, cause, edge, structs in groups:
         for i, (fields, packed) in enumerate(structs):
-            yield value_trial(f"{name} {i}", why, "layout", [list(fields), packed], c_layout(fields, packed), cause=cause,
-                              edge=edge)  # fmt: skip
+            yield value_trial(
+                f"{name} {i}", why, "layout", [list(fields), packed], c_layout(fields, packed), cause=cause, edge=edge
+            )
 
 
 # Generators
@@ -308,8 +317,15 @@ def evaluation_trials(rng: random.Random) -> Iterator[Trial]:
         ("marks", Text("punctuation and articles", "标点与冠词"), "The  Eiffel Tower.", "eiffel tower", True, True),
         ("inside", Text("an article inside a word stays", "词内的 the 保留"), "theatre", "atre", False, True),
         ("blank", Text("white space of all kinds", "各种空白"), " a\tbig  dog\n", "big dog", True, True),
-        ("all", Text(f"every mark of {string.punctuation[:5]}…", "全部标点"), string.punctuation + "x", "x", True, True),
-    ):  # fmt: skip
+        (
+            "all",
+            Text(f"every mark of {string.punctuation[:5]}…", "全部标点"),
+            string.punctuation + "x",
+            "x",
+            True,
+            True,
+        ),
+    ):
         yield value_trial(f"match: {name}", why, "match", [a, b], right, edge=edge, cause="edge" if edge else "formula")
     for flags in ([True, False, True, True], [True] * 5, [rng.random() < 0.7 for _ in range(50)]):
         mean = sum(flags) / len(flags)

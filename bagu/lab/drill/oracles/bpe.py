@@ -101,9 +101,7 @@ def trials(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
     yield _library(seed)
 
 
-def _train(
-    name: str, why: Text, words: Sequence[Any], count: int, asked: str, *, edge: bool = False
-) -> Trial:  # fmt: skip
+def _train(name: str, why: Text, words: Sequence[Any], count: int, asked: str, *, edge: bool = False) -> Trial:
     given = [w.encode() if isinstance(w, str) else w for w in words]
 
     def judge(reply: Reply) -> None:
@@ -125,9 +123,13 @@ def _train(
             raise Wrong(f"{len(got)} merges, and should be {len(want)} (case {name})", got=got, want=want, cause=cause)
 
     return Trial(
-        name=name, why=why, edge=edge, judge=judge, cause=asked if edge else "",
+        name=name,
+        why=why,
+        edge=edge,
+        judge=judge,
+        cause=asked if edge else "",
         ask=lambda answer: answer.call("train", [list(given), count], seconds=20),
-    )  # fmt: skip
+    )
 
 
 def _encode(name: str, why: Text, word: bytes, merges: Sequence[Merge], cause: str, *, edge: bool) -> Trial:
@@ -139,9 +141,13 @@ def _encode(name: str, why: Text, word: bytes, merges: Sequence[Merge], cause: s
             raise Wrong(f"encode({word!r}) is {list(got)}, and should be {want}", got=got, want=want, cause=cause)
 
     return Trial(
-        name=name, why=why, edge=edge, judge=judge, cause=cause if edge else "",
+        name=name,
+        why=why,
+        edge=edge,
+        judge=judge,
+        cause=cause if edge else "",
         ask=lambda answer: answer.call("encode", [word, list(merges)], seconds=20),
-    )  # fmt: skip
+    )
 
 
 def _library(seed: int) -> Trial:

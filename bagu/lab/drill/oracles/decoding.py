@@ -17,9 +17,12 @@ from bagu.lab.drill.trial import Trial, Wrong
 
 def trials(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
     makers = {
-        "multi_head_attention": mha_trials, "kv_cache": cache_trials, "sampling": sampling_trials,
-        "merge_attention": merge_trials, "int8_quantize": int8_trials,
-    }  # fmt: skip
+        "multi_head_attention": mha_trials,
+        "kv_cache": cache_trials,
+        "sampling": sampling_trials,
+        "merge_attention": merge_trials,
+        "int8_quantize": int8_trials,
+    }
     yield from makers[drill.name](seed)
 
 
@@ -132,12 +135,14 @@ def cache_trials(seed: int) -> Iterator[Trial]:
             if reply.flops > bound:
                 raise Wrong(
                     f"case {name}: {reply.flops:,} FLOPs of products; with a cache {bound:,} are plenty: is everything"
-                    " computed again at each step?", cause="volume",
-                )  # fmt: skip
+                    " computed again at each step?",
+                    cause="volume",
+                )
 
         whole: list[Any] = [*want, {"raised": "ValueError"}] if refuse else list(want)
-        return value_trial(name, why, "Decoder", [weights], whole, kind="script", steps=script, edge=edge,
-                           cause=cause, extra=extra)  # fmt: skip
+        return value_trial(
+            name, why, "Decoder", [weights], whole, kind="script", steps=script, edge=edge, cause=cause, extra=extra
+        )
 
     def drawn(n: int) -> list[int]:
         return torch.randint(0, V, (n,), generator=torch.Generator().manual_seed(seed + n)).tolist()

@@ -164,9 +164,7 @@ def gradients(spec: OpSpec, args: Mapping[str, Any], value: Any) -> dict[str, An
     return found
 
 
-def _trial(
-    drill: Drill, spec: OpSpec, case: Case, dtype: torch.dtype, layout: str, level: str, seed: int
-) -> Trial:  # fmt: skip
+def _trial(drill: Drill, spec: OpSpec, case: Case, dtype: torch.dtype, layout: str, level: str, seed: int) -> Trial:
     seeded = Case(
         f"{case.name}, seed {seed}", case.why, mixed=case.mixed, frozen=case.frozen, sms=case.sms, **case.params
     )
@@ -208,9 +206,13 @@ def _trial(
             raise Wrong(where, got=got, want=want, cause=cause)
 
     return Trial(
-        name=case.name, why=Text(case.why, case.why), ask=ask, judge=judge,
-        edge=case.name not in BASIC, suspects={},
-    )  # fmt: skip
+        name=case.name,
+        why=Text(case.why, case.why),
+        ask=ask,
+        judge=judge,
+        edge=case.name not in BASIC,
+        suspects={},
+    )
 
 
 def _kind(dtype: torch.dtype) -> str:

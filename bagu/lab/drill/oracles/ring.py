@@ -19,10 +19,14 @@ def trials(drill: Drill, level: str, seed: int) -> Iterator[Trial]:
     tiny = Text("there are fewer values than ranks, so chunks are empty", "元素比 rank 少，有空块")
     alone = Text("one rank sends nothing", "只有一个 rank 时不发送")
     for name, why, ranks, size, edge in (
-        ("two", plain, 2, 1024, False), ("four", plain, 4, 4096, False), ("three", uneven, 3, 1000, True),
-        ("seven", uneven, 7, 3001, True), ("tiny", tiny, 4, 3, True), ("none", tiny, 2, 0, True),
+        ("two", plain, 2, 1024, False),
+        ("four", plain, 4, 4096, False),
+        ("three", uneven, 3, 1000, True),
+        ("seven", uneven, 7, 3001, True),
+        ("tiny", tiny, 4, 3, True),
+        ("none", tiny, 2, 0, True),
         ("alone", alone, 1, 10, True),
-    ):  # fmt: skip
+    ):
         yield _trial(name, why, ranks, size, edge, seed)
 
 

@@ -22,9 +22,16 @@ def _normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def adamw(
-    p: torch.Tensor, grads: list[torch.Tensor], lr: float, beta1: float, beta2: float, eps: float, decay: float,
-    *, mistake: str = "",
-) -> list[torch.Tensor]:  # fmt: skip
+    p: torch.Tensor,
+    grads: list[torch.Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    *,
+    mistake: str = "",
+) -> list[torch.Tensor]:
     """The parameters after each step; or with a typical mistake."""
     m, v, out = torch.zeros_like(p), torch.zeros_like(p), []
     for t, g in enumerate(grads, 1):
@@ -56,9 +63,15 @@ def adamw_trials(seed: int) -> Iterator[Trial]:
 
 
 def dpo(
-    pc: torch.Tensor, pr: torch.Tensor, rc: torch.Tensor, rr: torch.Tensor, beta: float, smoothing: float,
-    *, mistake: str = "",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    pc: torch.Tensor,
+    pr: torch.Tensor,
+    rc: torch.Tensor,
+    rr: torch.Tensor,
+    beta: float,
+    smoothing: float,
+    *,
+    mistake: str = "",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses and rewards of the chosen and the rejected answers."""
     chosen, rejected = beta * (pc - rc), beta * (pr - rr)
     margin = {"sign": rejected - chosen, "ignored": beta * (pc - pr), "factor": (chosen - rejected) / beta}.get(
@@ -94,12 +107,20 @@ def dpo_trials(seed: int) -> Iterator[Trial]:
     yield trial("smooth", Text("label smoothing mixes both directions", "标签平滑混合两个方向"), 3.0, 0.5, 0.2, False)
     yield trial("far", Text("a margin of thousands must not overflow", "间隔上千也不能溢出"), 5000.0, 1.0, 0.1, True)
     empty = torch.zeros(0, dtype=torch.float64)
-    yield value_trial("none", Text("no pair", "没有样本对"), "dpo_loss", [empty] * 4 + [0.1, 0.0], (empty,) * 3,
-                      edge=True, cause="empty")  # fmt: skip
+    yield value_trial(
+        "none",
+        Text("no pair", "没有样本对"),
+        "dpo_loss",
+        [empty] * 4 + [0.1, 0.0],
+        (empty,) * 3,
+        edge=True,
+        cause="empty",
+    )
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, done: torch.Tensor, discount: float, decay: float,
-        *, mistake: str = "") -> torch.Tensor:  # fmt: skip
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, done: torch.Tensor, discount: float, decay: float, *, mistake: str = ""
+) -> torch.Tensor:
     """Advantages by the recursion from the end."""
     out, last = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
@@ -124,9 +145,10 @@ def gae_trials(seed: int) -> Iterator[Trial]:
         ("all_done", Text("every step ends an episode", "每步都结束"), 8, every, 0.9, 0.9, True),
         ("token", Text("an answer of one token", "只有一个词元"), 1, none, 0.9, 0.9, True),
         ("empty", Text("no step", "没有步"), 0, none, 0.9, 0.9, True),
-    ):  # fmt: skip
+    ):
         args: list[Any] = [_normal(seed, n), _normal(seed + 1, n + 1), done(n), discount, decay]
         names = ("mask", "mask:sum", "off_by_one", "ignored", "formula", "order")
         suspects = {m: partial(gae, *args, mistake=m) for m in names}
-        yield value_trial(name, why, "gae", args, gae(*args), edge=edge, suspects=suspects,
-                          cause="empty" if n == 0 else "")  # fmt: skip
+        yield value_trial(
+            name, why, "gae", args, gae(*args), edge=edge, suspects=suspects, cause="empty" if n == 0 else ""
+        )

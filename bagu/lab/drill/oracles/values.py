@@ -33,9 +33,13 @@ def value_trial(
             extra(reply)
 
     return Trial(
-        name=name, why=why, edge=edge, judge=judge, cause=cause if edge else "",
+        name=name,
+        why=why,
+        edge=edge,
+        judge=judge,
+        cause=cause if edge else "",
         ask=lambda answer: answer.call(function, list(args), kind=kind, steps=steps, seconds=seconds),
-    )  # fmt: skip
+    )
 
 
 def guessed(got: Any, want: Any, suspects: Mapping[str, Callable[[], Any]], usual: str) -> str:

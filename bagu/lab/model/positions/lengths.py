@@ -43,9 +43,14 @@ TRAINED: dict[str, tuple[str, Positions]] = {
 def config(positions: Positions) -> ModelConfig:
     """Computed tables are as long as the evaluation; a learned table is as long as the training."""
     return tiny(
-        VOCAB, 64, heads=4, ffn=176, max_len=L if isinstance(positions, Learned) else LONGER * L, positions=positions,
+        VOCAB,
+        64,
+        heads=4,
+        ffn=176,
+        max_len=L if isinstance(positions, Learned) else LONGER * L,
+        positions=positions,
         tie_embeddings=True,
-    )  # fmt: skip
+    )
 
 
 def readings(trained: ModelConfig) -> dict[str, ModelConfig]:

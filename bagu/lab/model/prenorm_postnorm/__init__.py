@@ -36,9 +36,13 @@ from bagu.lab.plot import Line, Panel
 NEEDS = 2.0  # a placement needs warmup if it raises the largest stable learning rate by this factor
 LARGER = 2.0  # post-norm's last gradient counts as larger from this multiple of pre-norm's
 VARIANTS = (
-    Variant("post", "plain"), Variant("pre", "plain"), Variant("post", "scaled"), Variant("pre", "scaled"),
-    Variant("sandwich", "scaled"), Variant("none", "own"),
-)  # fmt: skip
+    Variant("post", "plain"),
+    Variant("pre", "plain"),
+    Variant("post", "scaled"),
+    Variant("pre", "scaled"),
+    Variant("sandwich", "scaled"),
+    Variant("none", "own"),
+)
 RATED = tuple(v for v in VARIANTS if v.placement != "sandwich")
 
 
@@ -55,10 +59,16 @@ def run(setting: Setting) -> Iterator[Row]:
         else:
             found = largest_stable(variant, layers, data[seed], seed, warmup=value, steps=steps, halvings=halvings)
             yield {
-                "measured": "learning rate", "placement": variant.placement, "init": variant.init,
-                "depth_layers": layers, "steps": steps, "warmup_steps": value, "seed": seed,
-                "largest_stable_lr": found, "parameters": size,
-            }  # fmt: skip
+                "measured": "learning rate",
+                "placement": variant.placement,
+                "init": variant.init,
+                "depth_layers": layers,
+                "steps": steps,
+                "warmup_steps": value,
+                "seed": seed,
+                "largest_stable_lr": found,
+                "parameters": size,
+            }
 
 
 @dataclass(frozen=True, kw_only=True)

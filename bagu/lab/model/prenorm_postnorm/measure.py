@@ -73,11 +73,16 @@ def gradient_rows(variant: Variant, depth: int, data: Mapping[int, tuple[Batch, 
         )
     return [
         {
-            "measured": "gradient", "placement": variant.placement, "init": variant.init, "depth_layers": depth,
-            "layer": layer, "gradient_norm": statistics.fmean(each[layer] for each in norms), "seeds": len(norms),
+            "measured": "gradient",
+            "placement": variant.placement,
+            "init": variant.init,
+            "depth_layers": depth,
+            "layer": layer,
+            "gradient_norm": statistics.fmean(each[layer] for each in norms),
+            "seeds": len(norms),
         }
         for layer in (i * (depth - 1) // 7 for i in range(8))
-    ]  # fmt: skip
+    ]
 
 
 def largest_stable(
@@ -100,10 +105,13 @@ def learns(model: Transformer, batch: tuple[Batch, ...], lr: float, *, warmup: i
     `steps` come after the warmup, so that both kinds of run have the same number at the full learning rate.
     """
     config = TrainConfig(
-        steps=warmup + steps, seed=seed, clip=None, stability=StabilityConfig(spike_threshold=None),
+        steps=warmup + steps,
+        seed=seed,
+        clip=None,
+        stability=StabilityConfig(spike_threshold=None),
         optimizer=OptimizerConfig(kind="adam", lr=lr, betas=(0.9, 0.98)),
         schedule=ScheduleConfig(kind="constant", warmup_steps=warmup),
-    )  # fmt: skip
+    )
     state = TrainState(model, config)
     losses = []
     for _ in range(config.steps):

@@ -101,9 +101,15 @@ class ChatBody(ToolFields, Generation):
             return format, None
         try:
             grammar = tool_grammar(
-                form, tools, max_calls=self.max_calls, special_ids=ready.special_tokens, required=required,
-                content=content, thinks=ready.thinks, thinking=thinking,
-            )  # fmt: skip
+                form,
+                tools,
+                max_calls=self.max_calls,
+                special_ids=ready.special_tokens,
+                required=required,
+                content=content,
+                thinks=ready.thinks,
+                thinking=thinking,
+            )
         except ArgumentError as error:  # it is too large
             raise ApiError(400, str(error), param="tools", hint=error.hint) from error
         return replace(format, live=True, required=required), grammar

@@ -55,36 +55,60 @@ _MODELS: Fields = _never(
     "session_params kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room options "
     "safe_prompt prompt_mode provider plugins transforms models route guardrails"
 ) | {
-    "modalities": (["text"],), "verbosity": ("medium",), "service_tier": ("auto", "default"),
-    "include_reasoning": (True,), "separate_reasoning": (True,), "stream_reasoning": (True,),
-    "reasoning_format": ("auto", "deepseek"), "id_slot": (-1,), "thinking_forced_open": (False,),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "service_tier": ("auto", "default"),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "reasoning_format": ("auto", "deepseek"),
+    "id_slot": (-1,),
+    "thinking_forced_open": (False,),
     "parse_tool_calls": (True,),
-}  # fmt: skip
+}
 _GENERATION: Fields = {**_CONSTRAINTS, **_FUNCTIONS, **_SAMPLERS, **_LENGTHS, **_OUTPUTS, **_MODELS}
 
 COMPLETION: Fields = {
-    **_GENERATION, "tools": ([],), "tool_choice": ("none", "auto"),
+    **_GENERATION,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
     **_never("messages input max_completion_tokens chat_template system raw template"),
-    "suffix": ("",), "chat_template_kwargs": ({},), "top_logprobs": (0,), "add_special_tokens": (True,),
-}  # fmt: skip
+    "suffix": ("",),
+    "chat_template_kwargs": ({},),
+    "top_logprobs": (0,),
+    "add_special_tokens": (True,),
+}
 CHAT: Fields = {
-    **_GENERATION, **_never("prompt input chat_template system"), "echo": (False,), "suffix": ("",),
-    "continue_final_message": (False,), "add_generation_prompt": (True,), "add_special_tokens": (False,),
-}  # fmt: skip
+    **_GENERATION,
+    **_never("prompt input chat_template system"),
+    "echo": (False,),
+    "suffix": ("",),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+}
 EMBEDDING: Fields = {
     **_never(
         "dimensions messages prompt chat_template chat_template_kwargs truncate truncate_prompt_tokens truncation "
         "mm_processor_kwargs embed_dtype output_dtype embedding_types task input_type instruction prompt_name image "
         "lora_path embd_normalize"
     ),
-    "normalize": (True,), "add_special_tokens": (True,), "endianness": ("native", "little"),
-    "use_activation": (True,), "output_dimension": (),
-}  # fmt: skip
+    "normalize": (True,),
+    "add_special_tokens": (True,),
+    "endianness": ("native", "little"),
+    "use_activation": (True,),
+    "output_dimension": (),
+}
 TOKENIZE: Fields = {
     **_never("content input text chat_template chat_template_kwargs mm_processor_kwargs documents"),
-    "tools": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
-    "return_token_strs": (False,), "with_pieces": (False,), "parse_special": (False,), "add_special": (True,),
-}  # fmt: skip
+    "tools": ([],),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "return_token_strs": (False,),
+    "with_pieces": (False,),
+    "parse_special": (False,),
+    "add_special": (True,),
+}
 DETOKENIZE: Fields = {**_never("ids input"), "skip_special_tokens": (False,)}
 SCORE: Fields = _never(
     "truncate_prompt_tokens truncation mm_processor_kwargs chat_template instruction softmax data_1 data_2 queries "

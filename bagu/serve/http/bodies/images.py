@@ -88,9 +88,12 @@ def check_images(parts: Sequence[tuple[str, ImagePart]], ready: Ready) -> ImageS
         raise ApiError(400, f"{place} is an image, and this model takes text only", param=place, hint=hint)
     if (count := len(parts) * ready.images.tokens) >= ready.max_model_len:
         raise ApiError(
-            400, f"{len(parts)} images are {count} tokens", param=place, code="context_length_exceeded",
+            400,
+            f"{len(parts)} images are {count} tokens",
+            param=place,
+            code="context_length_exceeded",
             hint=f"this model's longest sequence is {ready.max_model_len} tokens",
-        )  # fmt: skip
+        )
     return ready.images
 
 

@@ -153,10 +153,13 @@ class Generation(Sampled):
         `Sampling`."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         given = {name: getattr(self, name) for name in SAME_NAME} | {
-            "logit_bias": _logit_bias(self.logit_bias, ready.vocab_size), "stop": stop,
-            "stop_token_ids": tuple(self.stop_token_ids or ()), "include_stop": self.include_stop_str_in_output,
-            "grammar": grammar_of(self.response_format, self.structured_outputs), **changes,
-        }  # fmt: skip
+            "logit_bias": _logit_bias(self.logit_bias, ready.vocab_size),
+            "stop": stop,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "include_stop": self.include_stop_str_in_output,
+            "grammar": grammar_of(self.response_format, self.structured_outputs),
+            **changes,
+        }
         chosen = {**ready.defaults.sampling, **{name: value for name, value in given.items() if value is not None}}
         if self.top_k in (-1, 0):  # all tokens, as in vLLM, also if the model has another default
             chosen["top_k"] = None

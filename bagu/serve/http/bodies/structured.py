@@ -58,9 +58,12 @@ class StructuredOutputs(_Part):
         refuse_unsupported(self.model_extra or {}, STRUCTURED_OUTPUTS, within="structured_outputs")
         schema = self.json_
         given = {
-            "json": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar,
+            "json": schema,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
             "json_object": self.json_object or None,
-        }  # fmt: skip
+        }
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
             found = " and ".join(names) or "nothing"

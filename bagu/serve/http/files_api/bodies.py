@@ -26,9 +26,15 @@ Name = Annotated[str, Field(max_length=256)]
 StoreIds = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=16)]
 Results = Annotated[int, Field(ge=1, le=50)]
 COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "gt": lambda a, b: a > b, "gte": lambda a, b: a >= b,
-    "lt": lambda a, b: a < b, "lte": lambda a, b: a <= b, "in": lambda a, b: a in b, "nin": lambda a, b: a not in b,
-}  # fmt: skip
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "gt": lambda a, b: a > b,
+    "gte": lambda a, b: a >= b,
+    "lt": lambda a, b: a < b,
+    "lte": lambda a, b: a <= b,
+    "in": lambda a, b: a in b,
+    "nin": lambda a, b: a not in b,
+}
 
 
 class StaticSizes(Body):

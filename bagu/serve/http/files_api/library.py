@@ -172,9 +172,7 @@ class Library:
 
     # files of a store
 
-    def add(
-        self, owner: str, id: str, file: str, attributes: Mapping[str, Any], chunking: Chunking
-    ) -> dict[str, Any]:  # fmt: skip
+    def add(self, owner: str, id: str, file: str, attributes: Mapping[str, Any], chunking: Chunking) -> dict[str, Any]:
         """Index a file for a store; one that cannot be read gets the status "failed" and the reason."""
         self._check_own(owner, id)
         filename, data = self.content(owner, file)
@@ -229,9 +227,16 @@ class Library:
             return about, [] if one is None else store.passages(range(one.first, one.first + one.count))
 
     def search(
-        self, owner: str, ids: Sequence[str], query: str, k: int, *, keep: Callable[[Mapping[str, Any]], bool] | None,
-        threshold: float = 0.0, weights: Mapping[str, float] = WEIGHTS,
-    ) -> list[Found]:  # fmt: skip
+        self,
+        owner: str,
+        ids: Sequence[str],
+        query: str,
+        k: int,
+        *,
+        keep: Callable[[Mapping[str, Any]], bool] | None,
+        threshold: float = 0.0,
+        weights: Mapping[str, float] = WEIGHTS,
+    ) -> list[Found]:
         """The best k passages of these stores together."""
         found = []
         for id in dict.fromkeys(ids):
@@ -307,37 +312,68 @@ def _file(row: sqlite3.Row) -> dict[str, Any]:
 
 def _store(row: sqlite3.Row) -> dict[str, Any]:
     return _store_object(
-        row["id"], row["name"], row["usage_bytes"], row["completed"], row["failed"], row["created_at"],
-        row["last_active_at"], json.loads(row["metadata"]), row["total"] - row["completed"] - row["failed"],
-    )  # fmt: skip
+        row["id"],
+        row["name"],
+        row["usage_bytes"],
+        row["completed"],
+        row["failed"],
+        row["created_at"],
+        row["last_active_at"],
+        json.loads(row["metadata"]),
+        row["total"] - row["completed"] - row["failed"],
+    )
 
 
 def _store_object(
-    id: str, name: str, used: int, completed: int, failed: int, created: int, active: int, metadata: dict[str, str],
+    id: str,
+    name: str,
+    used: int,
+    completed: int,
+    failed: int,
+    created: int,
+    active: int,
+    metadata: dict[str, str],
     in_progress: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     total = completed + failed + in_progress
     counts = {"in_progress": in_progress, "completed": completed, "failed": failed, "cancelled": 0, "total": total}
     return {
-        "id": id, "object": "vector_store", "created_at": created, "name": name, "usage_bytes": used,
-        "file_counts": counts, "status": "in_progress" if in_progress else "completed", "last_active_at": active,
+        "id": id,
+        "object": "vector_store",
+        "created_at": created,
+        "name": name,
+        "usage_bytes": used,
+        "file_counts": counts,
+        "status": "in_progress" if in_progress else "completed",
+        "last_active_at": active,
         "metadata": metadata,
-    }  # fmt: skip
+    }
 
 
 def _member(row: sqlite3.Row) -> dict[str, Any]:
     sizes = {"max_chunk_size_tokens": row["size"], "chunk_overlap_tokens": row["overlap"]}
     return {
-        "id": row["file"], "object": "vector_store.file", "created_at": row["created_at"], "status": row["status"],
-        "vector_store_id": row["store"], "last_error": json.loads(row["last_error"] or "null"),
-        "usage_bytes": row["usage_bytes"], "attributes": json.loads(row["attributes"]),
+        "id": row["file"],
+        "object": "vector_store.file",
+        "created_at": row["created_at"],
+        "status": row["status"],
+        "vector_store_id": row["store"],
+        "last_error": json.loads(row["last_error"] or "null"),
+        "usage_bytes": row["usage_bytes"],
+        "attributes": json.loads(row["attributes"]),
         "chunking_strategy": {"type": "static", "static": sizes},
-    }  # fmt: skip
+    }
 
 
 def _indexed(id: str, file: File) -> dict[str, Any]:
     return {
-        "id": f"file-{id}-{file.id}", "object": "vector_store.file", "created_at": file.mtime // 10**9,
-        "status": "completed", "vector_store_id": id, "last_error": None, "usage_bytes": file.size,
-        "attributes": file.attributes, "chunking_strategy": {"type": "other"},
-    }  # fmt: skip
+        "id": f"file-{id}-{file.id}",
+        "object": "vector_store.file",
+        "created_at": file.mtime // 10**9,
+        "status": "completed",
+        "vector_store_id": id,
+        "last_error": None,
+        "usage_bytes": file.size,
+        "attributes": file.attributes,
+        "chunking_strategy": {"type": "other"},
+    }

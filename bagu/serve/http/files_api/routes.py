@@ -146,12 +146,15 @@ class FilesRoutes(Routes):
         best = {(one.file_id, one.hit.passage.id): one for one in sorted(found, key=lambda one: one.hit.score)}
         data = [
             {
-                "file_id": one.file_id, "filename": one.hit.passage.file, "score": one.hit.score,
-                "attributes": one.hit.passage.attributes, "line": one.hit.passage.line,
+                "file_id": one.file_id,
+                "filename": one.hit.passage.file,
+                "score": one.hit.score,
+                "attributes": one.hit.passage.attributes,
+                "line": one.hit.passage.line,
                 "content": [{"type": "text", "text": one.hit.passage.text}],
             }
             for one in [*reversed(best.values())][:k]
-        ]  # fmt: skip
+        ]
         page = {"object": "vector_store.search_results.page", "search_query": body.queries}
         return json_response({**page, "data": data, "has_more": False, "next_page": None})
 

@@ -37,16 +37,25 @@ class Source:
     def of(cls, found: Found) -> Source:
         passage = found.hit.passage
         return cls(
-            file_id=found.file_id, file=passage.file, store=found.store, line=passage.line, score=found.hit.score,
-            text=passage.text, attributes=passage.attributes,
-        )  # fmt: skip
+            file_id=found.file_id,
+            file=passage.file,
+            store=found.store,
+            line=passage.line,
+            score=found.hit.score,
+            text=passage.text,
+            attributes=passage.attributes,
+        )
 
     @classmethod
     def sent(cls, given: SentSource) -> Source:
         return cls(
-            file_id=given.file_id, file=given.filename, store=given.vector_store_id, line=given.line,
-            score=given.score, text=given.text,
-        )  # fmt: skip
+            file_id=given.file_id,
+            file=given.filename,
+            store=given.vector_store_id,
+            line=given.line,
+            score=given.score,
+            text=given.text,
+        )
 
     @property
     def place(self) -> str:
@@ -88,11 +97,16 @@ class Turn:
         """As annotations of a response. `number`, `verified` and `why` are not OpenAI's."""
         return [
             {
-                "type": "file_citation", "file_id": c["source"].file_id, "filename": c["source"].file,
-                "index": c["start"], "number": c["number"], "verified": c["verified"], "why": c["why"],
+                "type": "file_citation",
+                "file_id": c["source"].file_id,
+                "filename": c["source"].file,
+                "index": c["start"],
+                "number": c["number"],
+                "verified": c["verified"],
+                "why": c["why"],
             }
             for c in self.cited(text)
-        ]  # fmt: skip
+        ]
 
     def url_citations(self, text: str) -> list[dict[str, Any]]:
         """As annotations of a chat completion, whose only kind is the citation of a URL."""
@@ -100,13 +114,17 @@ class Turn:
             {
                 "type": "url_citation",
                 "url_citation": {
-                    "start_index": c["start"], "end_index": c["end"], "title": c["source"].file,
+                    "start_index": c["start"],
+                    "end_index": c["end"],
+                    "title": c["source"].file,
                     "url": f"bagu:{c['source'].place}",
                 },
-                "number": c["number"], "verified": c["verified"], "why": c["why"],
+                "number": c["number"],
+                "verified": c["verified"],
+                "why": c["why"],
             }
             for c in self.cited(text)
-        ]  # fmt: skip
+        ]
 
     def source_bodies(self) -> list[dict[str, Any]]:
         return [source.body(number) for number, source in enumerate(self.sources, len(self.earlier) + 1)]

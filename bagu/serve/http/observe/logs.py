@@ -38,9 +38,12 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
-            "time": _iso(record.created), "level": record.levelname.lower(), "event": "log", "logger": record.name,
+            "time": _iso(record.created),
+            "level": record.levelname.lower(),
+            "event": "log",
+            "logger": record.name,
             "message": record.getMessage(),
-        }  # fmt: skip
+        }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields)

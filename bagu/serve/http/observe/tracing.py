@@ -29,14 +29,20 @@ OPERATIONS: Mapping[str, str] = {  # routes that are traced: their gen_ai.operat
 def attributes(record: RequestRecord) -> dict[str, Any]:
     """The attributes of the request's span. Prompts and outputs are not sent."""
     values = {
-        "gen_ai.operation.name": OPERATIONS[record.route], "gen_ai.provider.name": "bagu",
-        "gen_ai.request.model": record.model, "gen_ai.response.model": record.model,
-        "gen_ai.usage.input_tokens": record.prompt_tokens, "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.operation.name": OPERATIONS[record.route],
+        "gen_ai.provider.name": "bagu",
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
         "gen_ai.response.finish_reasons": record.finish_reasons or None,
-        "gen_ai.response.time_to_first_chunk": record.ttft_s, "bagu.request.id": record.id,
-        "http.request.method": record.method, "http.route": record.route, "http.response.status_code": record.status,
+        "gen_ai.response.time_to_first_chunk": record.ttft_s,
+        "bagu.request.id": record.id,
+        "http.request.method": record.method,
+        "http.route": record.route,
+        "http.response.status_code": record.status,
         "error.type": str(record.status) if record.status >= 400 else None,
-    }  # fmt: skip
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 

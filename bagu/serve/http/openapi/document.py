@@ -36,39 +36,69 @@ NO_LOADING = "The server was started without --adapter-root."
 
 
 def _generates(
-    path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel], piece: str,
+    path: str,
+    name: str,
+    summary: str,
+    body: type[Body],
+    answer: type[BaseModel],
+    piece: str,
     needs: Literal["chat", "generation"],
-) -> Operation:  # fmt: skip
+) -> Operation:
     return Operation(
-        path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
+        path=path,
+        name=name,
+        method="POST",
+        summary=summary,
+        body=body,
+        answer=answer,
         description=STREAM.replace("{piece}", piece),
-        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, access="key", needs=needs,
-    )  # fmt: skip
+        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL},
+        access="key",
+        needs=needs,
+    )
 
 
 def _reads(
-    path: str, name: str, summary: str, body: type[Body], answer: type[BaseModel],
+    path: str,
+    name: str,
+    summary: str,
+    body: type[Body],
+    answer: type[BaseModel],
     needs: Literal["embedding", "scoring"] | None = None,
-) -> Operation:  # fmt: skip
+) -> Operation:
     return Operation(
-        path=path, name=name, method="POST", summary=summary, body=body, answer=answer,
-        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL}, access="key", needs=needs,
-    )  # fmt: skip
+        path=path,
+        name=name,
+        method="POST",
+        summary=summary,
+        body=body,
+        answer=answer,
+        failures={**READING, **NO_MODEL, **NOT_READY, **QUEUE_FULL},
+        access="key",
+        needs=needs,
+    )
 
 
 MODEL = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "format": MODEL_NAME}}
 LAST = {
-    "name": "last", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
+    "name": "last",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "integer", "minimum": 0, "maximum": 10**9 - 1},
     "description": "Number of most recent requests for the median times.",
-}  # fmt: skip
+}
 ENGINE_OF = {
-    "name": "model", "in": "query", "required": False, "schema": {"type": "string", "format": MODEL_NAME},
+    "name": "model",
+    "in": "query",
+    "required": False,
+    "schema": {"type": "string", "format": MODEL_NAME},
     "description": "The model of a repository; the default is the first.",
-}  # fmt: skip
+}
 FORM = {
-    "type": "object", "required": ["file", "purpose"],
+    "type": "object",
+    "required": ["file", "purpose"],
     "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": list(PURPOSES)}},
-}  # fmt: skip
+}
 RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 OPERATIONS = (
     _generates(

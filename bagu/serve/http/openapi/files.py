@@ -131,16 +131,24 @@ class Deleted(Schema):
 
 
 def _route(
-    path: str, name: str, summary: str, answer: type[BaseModel] | Literal["application/octet-stream"],
-    method: Literal["GET", "POST", "DELETE"] = "GET", body: type[Body] | None = None, *, pages: bool = False,
+    path: str,
+    name: str,
+    summary: str,
+    answer: type[BaseModel] | Literal["application/octet-stream"],
+    method: Literal["GET", "POST", "DELETE"] = "GET",
+    body: type[Body] | None = None,
+    *,
+    pages: bool = False,
     form: bool = False,
-) -> Operation:  # fmt: skip
+) -> Operation:
     ids = [word.strip("{}") for word in path.split("/") if word.startswith("{")]
     parameters = [{"name": id, "in": "path", "required": True, "schema": {"type": "string"}} for id in ids]
     failures = {
-        **(READING if method == "POST" else {}), **(BAD_PAGE if pages else {}), **(MISSING if ids or body else {}),
+        **(READING if method == "POST" else {}),
+        **(BAD_PAGE if pages else {}),
+        **(MISSING if ids or body else {}),
         **(READ_ONLY if ids and method != "GET" else {}),
-    }  # fmt: skip
+    }
     return Operation(
         path=path, name=name, summary=summary, answer=answer, method=method, body=body, form=form, failures=failures,
         parameters=(*parameters, *(PAGING if pages else ())), access="key",

@@ -19,9 +19,16 @@ td, th { text-align: left; vertical-align: top; padding: .25rem .6rem; }
 td { border-top: 1px solid color-mix(in srgb, CanvasText 20%, transparent); } .method { opacity: .6; }
 """
 LIMITS = {
-    "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<", "minLength": "characters ≥",
-    "maxLength": "characters ≤", "minItems": "items ≥", "maxItems": "items ≤", "maxProperties": "entries ≤",
-}  # fmt: skip
+    "minimum": "≥",
+    "exclusiveMinimum": ">",
+    "maximum": "≤",
+    "exclusiveMaximum": "<",
+    "minLength": "characters ≥",
+    "maxLength": "characters ≤",
+    "minItems": "items ≥",
+    "maxItems": "items ≤",
+    "maxProperties": "entries ≤",
+}
 
 
 def page(document: dict[str, Any]) -> str:

@@ -42,9 +42,14 @@ class ResponsesRoutes(FilesRoutes):
             turn = await self.find_turn(request, asked, str(messages[-1]["content"]), earlier, "tools.")
         chat = body.to_chat(messages, turn)
         respond = partial(
-            ModelResponse, asked=body, messages=chat.messages, store=self.stored, owner=owner, turn=turn,
+            ModelResponse,
+            asked=body,
+            messages=chat.messages,
+            store=self.stored,
+            owner=owner,
+            turn=turn,
             earlier=earlier,
-        )  # fmt: skip
+        )
         large = await self.find_images(request, chat.body.messages) or len(raw) > LARGE_BODY
         return await self.run_generation(request, chat, respond, large=large, user=user_of(body))
 
