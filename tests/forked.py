@@ -38,7 +38,7 @@ from typing import Any
 PRELOADED = (
     "pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining",
     "uvicorn", "fastapi", "bagu.train.loop", "bagu.recipes.command", "bagu.serve.worker.run", "bagu.serve.http.server",
-    "bagu.serve.http.api", "bagu.train.served.update", "bagu.parallel.server.processes", "bagu.data.chat",
+    "bagu.serve.http.api", "bagu.parallel.server.rules", "bagu.parallel.server.processes", "bagu.data.chat",
 )  # fmt: skip
 # What is read when a program is loaded: a process where one of these differs is started for real.
 READ_AT_START = ("OMP_", "KMP_", "MKL_", "TRITON", "PYTHON", "LD_", "CUDA")

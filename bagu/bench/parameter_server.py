@@ -35,7 +35,7 @@ from bagu.errors import ArgumentError, UnknownName
 from bagu.nn import Transformer, init_weights
 from bagu.parallel.local_ranks import on_ranks
 from bagu.parallel.mesh import MeshConfig, open_mesh
-from bagu.parallel.server.group import COMMANDS, start_here
+from bagu.parallel.server.group import SERVER, start_here
 from bagu.parallel.server.links import connect
 from bagu.parallel.server.place import Place, new_group
 from bagu.parallel.server.wire import Message
@@ -98,8 +98,8 @@ def _delays(given: ServerBench, rows: Rows) -> int:
 def processes(number: int) -> Iterator[Place]:
     """A manager and servers, until the end."""
     place = new_group(number)
-    started = [start_here(place, COMMANDS["manager"])]
-    started += [start_here(replace(place, role="server", number=n), COMMANDS["server"]) for n in range(number)]
+    started = [start_here(place, SERVER)]
+    started += [start_here(replace(place, role="server", number=n), SERVER) for n in range(number)]
     try:
         yield place
     finally:

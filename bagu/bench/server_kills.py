@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bagu.parallel.server.client import Client
-from bagu.parallel.server.group import COMMANDS, start_here
+from bagu.parallel.server.group import SERVER, start_here
 from bagu.parallel.server.keys import COPIES
 from bagu.parallel.server.links import connect
 from bagu.parallel.server.place import new_group
@@ -68,8 +68,7 @@ class Servers:
         for role, number in (("manager", 0), *(("server", n) for n in range(self.place.servers))):
             process = self.processes.get((role, number))
             if process is None or process.poll() is not None:
-                command = COMMANDS["manager" if role == "manager" else "plain server"]
-                started: Any = start_here(replace(self.place, role=role, number=number), command)
+                started: Any = start_here(replace(self.place, role=role, number=number), SERVER)
                 self.processes[role, number] = started
 
     def _run(self) -> None:
@@ -152,7 +151,8 @@ class Workers:
         try:
             client.wait_for_map()
             if worker == 0:
-                client.load(0, [np.zeros(SIZE)], {"kind": "descend"}, len(self.done), {"facts": {}})
+                rule = {"kind": "sgd", "servers": place.servers, "segments": [[0, SIZE, {"weight_decay": 0.0}]]}
+                client.load(0, [np.zeros(SIZE)], rule, len(self.done), {"facts": {}})
             client.pull(0)
             self._update(worker, client)
         except BaseException as error:
@@ -168,7 +168,7 @@ class Workers:
                 time.sleep(self.pause_s)
             client.push(t, np.full(SIZE, float((worker + 1) * (t % 7 + 1))), [0.0])
             client.total(t)
-            client.commit(t, {"lr": 1.0, "facts": {}})
+            client.commit(t, {"lr": 1.0, "scale": 1.0, "step": t, "facts": {}})
             client.read(flat)
             sum_so_far += sum((w + 1) * (t % 7 + 1) for w in range(len(self.done)))
             took = time.monotonic() - begun

@@ -39,11 +39,7 @@ def start_here(place: Place, command: Sequence[str], cores: Cores | None = None)
     return process
 
 
-COMMANDS = {
-    "manager": [sys.executable, "-m", "bagu.parallel.server"],
-    "server": [sys.executable, "-m", "bagu.train.served"],
-    "plain server": [sys.executable, "-m", "bagu.parallel.server"],  # without torch
-}
+SERVER = [sys.executable, "-m", "bagu.parallel.server"]  # the command of a server, and of the manager
 
 
 @dataclass(kw_only=True)
@@ -72,9 +68,9 @@ class Group:
         max_restarts: int = 3,
     ) -> None:
         self._start, self._say, self._worker, self._restarts = start, say, worker, max_restarts
-        self.members = [self._member(place, COMMANDS["manager"])]
+        self.members = [self._member(place, SERVER)]
         for slot in range(place.servers):
-            self.members.append(self._member(replace(place, role="server", number=slot), COMMANDS["server"]))
+            self.members.append(self._member(replace(place, role="server", number=slot), SERVER))
         for number in range(workers):
             self.members.append(self._member(replace(place, role="worker", number=number), worker(number, False)))
         self._passed_on = 0

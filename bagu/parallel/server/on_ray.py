@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bagu.errors import BaguError
+from bagu.parallel.server.__main__ import serve
 from bagu.parallel.server.group import Process, start_here
 from bagu.parallel.server.place import Place
 
@@ -104,10 +105,7 @@ class Host:
         """Begin; returns the process id."""
         if place.role == "server":
             os.chdir(cwd)
-            import importlib
-
-            # the update rules are in a part above this one
-            self.process: object = importlib.import_module("bagu.train.served.__main__").serve(place)
+            self.process = serve(place)
             return os.getpid()
         return self.run(command, place.environ(), cwd)
 

@@ -48,9 +48,11 @@ def update_elements(
 ) -> None:  # fmt: skip
     """Run an elementwise rule on flat tensors, with the gradient times `scale`; leaves the gradient undefined. `step`
     is the number of the update on the device, where the fused kernel reads it."""
-    if not (fused and kind in FUSED):
+    if not (fused and kind in FUSED) or g.dtype == torch.float64:  # the fused kernel rounds the scale to fp32
         if scale != 1.0:
             g.mul_(scale)
+        scale = 1.0
+    if not (fused and kind in FUSED):
         RULES[kind][0](p, g, *state, now, **options)
         return
     beta1, beta2 = options["betas"]

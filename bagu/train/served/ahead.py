@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from bagu.parallel.server.client import Client
+from bagu.parallel.server.rules import update_of
 from bagu.train.optim.optimizer import RULES
-from bagu.train.served.update import update_of
 
 PULL = 0.5  # α with a delay of at most 4; 0.2 / delay above
 ROOTED = ("adagrad", "rmsprop", "adam", "adamw")  # rules that divide by the root of a mean of squares

@@ -24,10 +24,10 @@ from bagu.parallel.server.client import Client
 from bagu.train.loss import MicroBatch, Totals
 from bagu.train.memory.flat import FlatParameters
 from bagu.train.optim.config import OptimizerConfig
+from bagu.train.optim.optimizer import options_of
 from bagu.train.schedule import factor
 from bagu.train.served.ahead import Ahead
 from bagu.train.served.config import ServedConfig
-from bagu.train.served.update import rule_of
 from bagu.train.state import TrainState
 from bagu.train.step import StepResult, idle_step, run_backwards, step, sums_of
 
@@ -133,12 +133,14 @@ class Served:
         self.client.load(t, [row.cpu().numpy() for row in rows], rule, self.config.workers, decision)
 
     def _rule_of(self, state: TrainState) -> dict[str, Any]:
-        """The update of the servers."""
+        """The update of the servers, as data for parallel/server/rules.py."""
         outer = OptimizerConfig(kind="nesterov", lr=self.config.outer_lr, momentum=self.config.outer_momentum)
         rule = state.config.optimizer if self.config.local_steps is None else outer
         if self._ahead is not None:
             rule = OptimizerConfig(kind="sgd", lr=1.0, weight_decay=0.0)  # adds moves
-        return rule_of(rule, state.flat, self.config.servers)  # type: ignore[arg-type]
+        assert isinstance(state.flat, FlatParameters)
+        segments = [[s.start, s.stop, options_of(rule, rule.kind, s.role)] for s in state.flat.segments]
+        return {"kind": rule.kind, "servers": self.config.servers, "segments": segments}
 
     def restored(self, state: TrainState) -> None:
         """The run went back to a checkpoint, on every worker: the servers follow."""

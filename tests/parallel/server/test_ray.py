@@ -26,7 +26,7 @@ from bagu.errors import BaguError
 from bagu.nn import ModelConfig, Transformer, init_weights
 from bagu.parallel.server import on_ray
 from bagu.parallel.server.client import Client
-from bagu.parallel.server.group import COMMANDS
+from bagu.parallel.server.group import SERVER
 from bagu.parallel.server.place import new_group
 from bagu.recipes.command import train_main
 from bagu.recipes.loader import Loader
@@ -58,15 +58,9 @@ def start() -> Iterator[on_ray.OnRay]:
 @pytest.mark.slow
 def test_a_server_actor_is_killed_and_its_values_stay(start: on_ray.OnRay) -> None:
     place = new_group(3)
-    manager = start(place, COMMANDS["manager"])
+    manager = start(place, SERVER)
     servers: list[Any] = [start(replace(place, role="server", number=n), []) for n in range(3)]
-    rule = {
-        "kind": "sgd",
-        "lr": 1.0,
-        "options": {"weight_decay": 0.0},
-        "segments": [[0, 4096, "vector"]],
-        "servers": 3,
-    }
+    rule = {"kind": "sgd", "servers": 3, "segments": [[0, 4096, {"weight_decay": 0.0}]]}
     client = Client(0, [(0, 4096)], 3, np.dtype(np.float64), place.manager, place.token)
     client.wait_for_map()
     client.load(0, [np.zeros(4096)], rule, 1, {"facts": {}})
@@ -89,7 +83,7 @@ def test_a_server_actor_is_killed_and_its_values_stay(start: on_ray.OnRay) -> No
 
 
 def test_a_run_on_ray_outlives_a_server(start: on_ray.OnRay, tmp_path: Path, capfd: Any) -> None:
-    """`bagu train --ray`, with the Ray of this process: actors import torch, so there is one short run."""
+    """`bagu train --ray`, with the Ray of this process: a worker imports torch, so there is one short run."""
     text, out, struck = tmp_path / "text.txt", tmp_path / "run", list[int]()
     text.write_text("\n".join(f"{n} is followed by {n + 1}, and twice {n} is {2 * n}." for n in range(1500)))
 

@@ -22,12 +22,12 @@ from bagu.errors import BaguError
 from bagu.parallel.server.compress import Compressor, decode, encoded_bytes
 from bagu.parallel.server.place import Place, new_group
 from bagu.parallel.server.processes import ManagerProcess, ServerProcess
+from bagu.parallel.server.rules import update_of
 from bagu.recipes.rollout import EngineSampler, ServedSampler, engine_config
 from bagu.train import OptimizerConfig, TrainConfig, TrainState
 from bagu.train.prepare import prepared
 from bagu.train.served.config import ServedConfig
 from bagu.train.served.reader import Reader
-from bagu.train.served.update import update_of
 from bagu.train.served.worker import Served, ServedPlace
 
 
