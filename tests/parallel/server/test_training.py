@@ -224,12 +224,20 @@ def test_compression_sends_few_bytes_and_feedback_loses_nothing(method: Any, sha
     assert np.isfinite(compressor.residual[0]).all()
 
 
+def stop_after_two_updates(process: ServerProcess) -> None:
+    """Not before all servers have joined: there would never be a map."""
+    deadline = time.monotonic() + 60
+    while max(process.server.versions.values(), default=-1) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.close()
+
+
 def test_a_server_that_stops_in_a_run_changes_no_bit(local: Any) -> None:
     case = Case(name="", steps=10, micro_batches=2)
     _, weights = tiny.run(case, alone=True)
     group = local(4)
-    timer = threading.Timer(0.3, group.servers[1].close)
-    timer.start()
+    stopper = threading.Thread(target=stop_after_two_updates, args=(group.servers[1],))
+    stopper.start()
     found = run(case, group, ServedConfig(servers=4, workers=2))
-    timer.join()
+    stopper.join()
     assert all(float((weights[n] - found[0][1][n]).abs().max()) < 1e-10 for n in weights)
