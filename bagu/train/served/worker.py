@@ -36,6 +36,8 @@ Batches = Callable[[], Sequence[MicroBatch]]
 # Shares of the time of a gradient. A worker that may be ahead still waits so long for the others' pushes, which brings
 # workers of equal speed together, and for values of an update that is decided, which come soon: old ones cost loss.
 SOON_TOTAL, SOON_VALUES = 0.03, 0.1
+# A run with a delay begins without: AdamW's second moments settle in its first steps, and the loss falls fastest.
+TOGETHER, MOST_TOGETHER = 20, 200  # one step in so many, and at most so many steps
 JOIN_S = 60.0  # for an update that is decided to reach all ranges; another server may be starting
 
 
@@ -72,6 +74,7 @@ class Served:
         self._held: Sequence[MicroBatch] | None = None  # of a step without tokens: it waits for the steps before
         self._client: Client | None = None
         self._version = 0
+        self._together = 0  # updates at the start of a run that have no delay
         self._ahead: Ahead | None = None  # of a run with a delay: this worker has weights of its own
         self._begun = time.monotonic()
         self._last = (0, 0)
@@ -102,6 +105,7 @@ class Served:
         if self.config.delay and self.config.own_ahead:
             states = [row.numpy() for row in _state_rows(state)]
             self._ahead = Ahead(self.client, self._rule_of(state), states, self.config.workers)
+            self._together = min(state.config.steps // TOGETHER, MOST_TOGETHER) - state.step
         if self.first and self.client.unloaded:
             self._load(state, 0)
         else:
@@ -217,6 +221,8 @@ class Served:
     @property
     def delay(self) -> int:
         """How many updates this worker may be ahead; `bagu watch RUN --delay` changes it while the run runs."""
+        if self._t < self._together:
+            return 0
         return self.config.delay if self.client.delay is None else self.client.delay
 
     def _next(self, state: TrainState, batches: Batches) -> StepResult:

@@ -119,6 +119,14 @@ def alone(case: Case, workers: int, delay: int, *, own_ahead: bool) -> dict[str,
     return {name: value.detach().clone() for name, value in made.state_dict().items()}
 
 
+def test_a_run_begins_without_a_delay(group: Local, oldest: None) -> None:
+    """One step in twenty; after a resume at a later step there are none."""
+    case = Case(name="", optimizer={"kind": "adamw"}, steps=60, micro_batches=2)
+    found = run(case, group, ServedConfig(servers=3, workers=2, delay=2))
+    ages = [row["read_age_updates"] for row in found[0][2]]
+    assert ages[:3] == [0, 0, 0] and max(ages) == 2
+
+
 @pytest.mark.parametrize("own_ahead", [True, False])
 @pytest.mark.parametrize(("kind", "delay"), [("adamw", 3), ("momentum", 1)])
 def test_a_delay_has_the_bits_of_one_process_with_these_ages(
