@@ -14,6 +14,7 @@ from bagu.lab.parts.byte_models import VOCAB, LibraryBytes, read_bytes, rows_of
 from bagu.lab.parts.more_steps import go_on, new
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Panel, Rule
+from bagu.nn import ModelConfig, count
 from bagu.nn.choices import NormConfig, Placement
 from bagu.train import TrainingDiverged
 from bagu.train.cross_entropy import held_out_loss
@@ -42,18 +43,22 @@ def run(setting: Setting) -> Iterator[Row]:
                 "rate": rate,
                 "seed": seed,
                 "steps": steps,
+                "parameters": count.parameters(shape(placement, depth)).total,
                 "val_loss_nats": loss,
             }
+
+
+def shape(placement: Placement, depth: int) -> ModelConfig:
+    norm = NormConfig(kind="layer", placement=placement, eps=1e-5)
+    return tiny(VOCAB, WIDTH, layers=depth, heads=4, ffn=3 * WIDTH, max_len=CONTEXT, norm=norm, tie_embeddings=True)
 
 
 def trained(
     text: LibraryBytes, placement: Placement, depth: int, rate: float, seed: int, steps: int, setting: Setting
 ) -> float:
     """The loss on held-out modules after `steps` steps with a tenth of warm-up."""
-    norm = NormConfig(kind="layer", placement=placement, eps=1e-5)
-    config = tiny(VOCAB, WIDTH, layers=depth, heads=4, ffn=3 * WIDTH, max_len=CONTEXT, norm=norm, tie_embeddings=True)
     data = rows_of(CONTEXT, ROWS, seed)
-    model = new(config, seed, setting.device)
+    model = new(shape(placement, depth), seed, setting.device)
     try:
         go_on(model, text.train, data, steps=steps, seed=seed, lr=rate, kind="adamw", warmup=max(steps // 10, 1))
     except TrainingDiverged:

@@ -19,7 +19,7 @@ from bagu.lab.parts.byte_models import VOCAB, read_bytes
 from bagu.lab.parts.more_steps import hidden, new
 from bagu.lab.parts.tiny import tiny
 from bagu.lab.plot import Line, Mark, Panel, Rule
-from bagu.nn import Transformer
+from bagu.nn import Transformer, count
 
 LENGTH = 32
 BATCHES = (1, 4, 16, 64, 256)  # sequences of LENGTH tokens
@@ -36,10 +36,10 @@ def run(setting: Setting) -> Iterator[Row]:
     held = torch.stack(list(islice(cut(text.held, LENGTH + 1), 32 if quick else 128))).to(setting.device)
     batches, rates, seeds = (BATCHES[:3], RATES[1:2], (1,)) if quick else (BATCHES, RATES, (1, 2, 3))
     target = 5.3 if quick else TARGET
+    config = tiny(VOCAB, 32, layers=1, heads=2, ffn=96, max_len=LENGTH, tie_embeddings=True)
+    parameters = count.parameters(config).total
     for batch, seed, rate in setting.track(list(product(batches, seeds, rates))):
-        model = new(
-            tiny(VOCAB, 32, layers=1, heads=2, ffn=96, max_len=LENGTH, tie_embeddings=True), seed, setting.device
-        )
+        model = new(config, seed, setting.device)
         budget = 20 if quick else int(BUDGET / batch**0.5)
         steps = to_target(model, train, held, batch, 3e-3 * rate * (batch / 16) ** 0.5, seed, budget, target)
         noise = noise_scale(model, train, seed, 1 if quick else 8) if batch == 16 and rate == 1.0 else None
@@ -49,7 +49,8 @@ def run(setting: Setting) -> Iterator[Row]:
             "rate": rate,
             "steps_to_loss": steps,
             "noise_scale": noise,
-            "budget": budget,
+            "steps": budget,
+            "parameters": parameters,
         }
 
 
@@ -86,11 +87,11 @@ def mean_loss(model: Transformer, pieces: torch.Tensor) -> torch.Tensor:
 def noise_scale(model: Transformer, train: torch.Tensor, seed: int, rounds: int) -> float:
     """tr(Σ) / |G|² in sequences, at the model's weights."""
     generator, squares = torch.Generator().manual_seed(seed), {SMALL: 0.0, LARGE: 0.0}
-    for size, count in ((SMALL, 8 * rounds), (LARGE, rounds)):
-        for _ in range(count):
+    for size, draws in ((SMALL, 8 * rounds), (LARGE, rounds)):
+        for _ in range(draws):
             model.zero_grad()
             mean_loss(model, train[torch.randint(len(train), (size,), generator=generator)]).backward()
-            squares[size] += sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) / count
+            squares[size] += sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) / draws
     trace = (squares[SMALL] - squares[LARGE]) / (1 / SMALL - 1 / LARGE)
     squared = (LARGE * squares[LARGE] - SMALL * squares[SMALL]) / (LARGE - SMALL)
     return max(trace, 0.0) / max(squared, 1e-12)
