@@ -76,6 +76,7 @@ class Instance:
         running.process.send_signal(signal.SIGTERM)
         self.exit_status = running.process.wait(60)
         self.log = running.log.read_text()
+        assert "Traceback" not in self.log, self.log
         self.lines = [json.loads(line) for line in self.log.splitlines()]
         self.requests = [line for line in self.lines if line.get("path", "").startswith("/v1")]
         self.spans = receiver.spans
