@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ from tests.forked import remember_environment, starts
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 remember_environment()
+hypothesis.settings.register_profile("busy cores", deadline=None)  # a first call imports, and other processes run
+hypothesis.settings.load_profile("busy cores")
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def test_spaces_are_masked_if_the_tokenizer_trims_offsets(tokenizer: BpeTokenize
     assert said(ChatEncoder(trimming), chat) == "   <|end|>"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=30), min_size=2, max_size=6))
 def test_any_text_is_unchanged(tokenizer: BpeTokenizer, texts: list[str]) -> None:
     roles = ["user", "assistant"]

@@ -38,14 +38,14 @@ def edited(text: list[str], edits: int, seed: int) -> str:
     return " ".join(out)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.text(alphabet="ab \n", max_size=80), st.text(alphabet="ab \n", max_size=80), st.integers(0, 9))
 def test_similarity_is_the_jaccard_similarity_of_shingles(a: str, b: str, seed: int) -> None:
     shingler = Shingler(seed)
     assert jaccard(*(next(shingler.hashes([text])) for text in (a, b))) == pytest.approx(similarity(a, b), abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12)), min_size=2, max_size=12),
     st.sampled_from([15, 120, 600]),

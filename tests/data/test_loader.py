@@ -120,7 +120,7 @@ def test_the_data_of_a_seed_are_the_same_bits_on_every_machine() -> None:
     assert digests == {"stream": "a9af8113ec10c885", "whole": "facb36742b6697bf"}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=2, max_size=12).filter(lambda n: max(n) > 1),
     context=st.integers(2, 24),

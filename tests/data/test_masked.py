@@ -35,7 +35,7 @@ def masked(batch: Batch, *place: int, seed: int = 0, rate: float = 0.15) -> Batc
     return mask_batch(batch, masking(seed=seed, rate=rate), *place)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(1, 250), seed=st.integers(0, 5), rate=st.floats(0.001, 1.0))
 def test_targets_are_the_original_tokens_at_the_chosen_positions(n: int, seed: int, rate: float) -> None:
     batch = batch_of(n)

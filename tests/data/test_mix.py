@@ -30,7 +30,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     return Mixture(config, dict.fromkeys(names, 1), rows_per_step=draw(st.integers(1, 9)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mixture=mixtures())
 def test_every_source_stays_within_a_row_of_its_ideal(mixture: Mixture) -> None:
     steps = np.arange(STRIDE + 200)
@@ -40,7 +40,7 @@ def test_every_source_stays_within_a_row_of_its_ideal(mixture: Mixture) -> None:
     assert (np.diff(counts, axis=0) >= 0).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(mixture=mixtures())
 def test_the_ideal_is_the_sum_of_the_shares(mixture: Mixture) -> None:
     shares = np.array([list(mixture.shares(s).values()) for s in range(350)])

@@ -30,7 +30,7 @@ def every_token_once(lengths: np.ndarray, times: int = 1) -> dict[tuple[int, int
     return {(d, t): times for d, n in enumerate(lengths.tolist()) for t in range(n)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, context=st.integers(2, 40), cap=st.integers(2, 6), seed=st.integers(0, 3))
 def test_a_stream_has_every_token_once_per_epoch_within_limits(
     lengths: np.ndarray, context: int, cap: int, seed: int
@@ -65,7 +65,7 @@ def test_a_split_document_continues_in_the_next_row() -> None:
     assert (endless.place(1), endless.place(2)) == ((0, 1), (1, 0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, context=st.integers(2, 40), cap=st.integers(1, 6), seed=st.integers(0, 3))
 def test_bins_have_every_token_once_and_split_only_long_documents(
     lengths: np.ndarray, context: int, cap: int, seed: int

@@ -26,7 +26,7 @@ def token_documents(lists: list[list[int]], *, masked: bool = False) -> list[Tok
     ]
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True)
 @given(token_lists, st.booleans(), st.integers(0, 25), st.integers(0, 25))
 def test_round_trip_in_memory_and_on_disk(
     tmp_path_factory: pytest.TempPathFactory, lists: list[list[int]], masked: bool, start: int, length: int

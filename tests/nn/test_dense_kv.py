@@ -56,7 +56,7 @@ def test_cached_logits_equal_the_full_sequence(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6))
 def test_any_chunking_gives_the_same_logits(cuts: list[tuple[int, int]]) -> None:
     cuts = [c for c in cuts if any(c)] or [(1, 1)]
@@ -167,7 +167,7 @@ def test_samples_follow_the_softmax() -> None:
     torch.testing.assert_close(drawn, (logits / 0.7).softmax(0), rtol=0, atol=0.03)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(k=st.integers(1, 12), p=st.floats(0.05, 1.0), u=st.floats(0, 1, exclude_max=True), seed=st.integers(0, 99))
 def test_samples_stay_inside_top_k_and_top_p(k: int, p: float, u: float, seed: int) -> None:
     logits = 2 * torch.randn(1, 10, generator=torch.Generator().manual_seed(seed))

@@ -234,7 +234,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(**PLAIN)
 @example(**PLAIN | {"out_bias": True})
 @given(

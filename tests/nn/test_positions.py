@@ -18,7 +18,7 @@ from bagu.nn.positions import alibi_slopes, make_encoding, rope_speeds, sinusoid
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("scaling", [None, Llama3Scaling(factor=8.0, original_max_len=64)], ids=["plain", "llama3"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(m=st.integers(0, 200), n=st.integers(0, 200), shift=st.integers(0, 55))
 def test_rope_depends_on_the_distance_only(
     layout: str, scaling: Llama3Scaling | None, m: int, n: int, shift: int

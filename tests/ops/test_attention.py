@@ -42,7 +42,7 @@ def terms(shape: dict[str, Any], H: int = 2) -> dict[str, Any]:
 
 
 @given(lengths=LENGTHS, shape=st.sampled_from(SHAPES), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_a_segment_has_the_same_bits_whatever_the_others_hold(
     lengths: list[int], shape: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -181,7 +181,7 @@ def test_wrong_offsets_are_refused_where_they_are_read(wrong: list[int]) -> None
 
 
 @given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=5).filter(any), causal=st.booleans())
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 def test_linear_attention_keeps_segments_apart(lengths: list[int], causal: bool) -> None:
     """A segment alone, at any place in its chunk, gives what it gives beside others, up to the order of sums."""
     q, k, v, cu, longest = draw(lengths, G=2, dtype=torch.float64)

@@ -13,7 +13,7 @@ from bagu.ops.choose_blocks.spec import Args, reference
 plans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     plan=plans,
     size=st.integers(1, 7),

@@ -148,7 +148,7 @@ def test_rows_of_a_batch_are_those_rows_alone(name: str, dtype: torch.dtype) -> 
 
 
 # PyTorch gives threads a part each of 32768 elements and more: 401 rows of 352 are four parts, none of whole rows.
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     T=st.one_of(st.integers(1, 20), st.sampled_from([130, 351, 401, 513])),
     N=st.sampled_from([8, 40, 72, 96, 352, 360]),

@@ -46,7 +46,7 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
     assert counter.get_total_flops() == 2 * 2 * 24 * 8 * 16
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.lists(st.integers(0, 9), min_size=1, max_size=6), spare=st.integers(0, 3))
 def test_any_shares_equal_one_matmul_per_expert(rows: list[int], spare: int) -> None:
     T, offsets = sum(rows) + spare, ends(*rows)

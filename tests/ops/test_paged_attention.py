@@ -55,7 +55,7 @@ def pools(plan: list[tuple[int, int]], block: int, seed: int, *, heads: int = 2)
 PLANS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from((0, 1, 1, 1, 5, 17))), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(plan=PLANS, block=st.sampled_from((1, 3, 16)), window=st.sampled_from((None, 1, 9)), seed=st.integers(0, 9))
 def test_pages_in_any_order_give_what_packed_attention_gives(
     plan: list[tuple[int, int]], block: int, window: int | None, seed: int
@@ -66,7 +66,7 @@ def test_pages_in_any_order_give_what_packed_attention_gives(
         torch.testing.assert_close(got, whole[made["new"]], rtol=1e-4, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(plan=PLANS, window=st.sampled_from((None, 9)), alibi=st.booleans())
 def test_the_dense_path_gives_what_the_cpu_path_gives(
     plan: list[tuple[int, int]], window: int | None, alibi: bool

@@ -36,7 +36,7 @@ def test_the_error_on_unseen_shapes_is_below_the_bar_for_three_kinds_of_workers(
     assert error < 0.15 and cost.error is not None and cost.error < 0.25
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.tuples(*[st.floats(1e-7, 1e-2)] * 4))
 def test_a_linear_worker_is_found_exactly(parts: tuple[float, ...]) -> None:
     base, prompt, decode, any_prompt = parts

@@ -15,7 +15,7 @@ PIECES = ["# Title\n", "## Part\n", "def f(x):\n", "    def g(self):\n"]
 PIECES += ["word ", "句子。", "a" * 90, "\n\n", "\r\n", "\ufeff", "😀", "é ", ". "]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(text="# Title\n    def g(self):\n    def g(self):\n\ufeffé     def g(self):\nword é ", kind="text", overlap=0)
 @given(
     text=st.lists(st.sampled_from(PIECES), max_size=120).map("".join),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_engine import small_engine, small_model
 from tiny_server import KEY, Running, running_server
@@ -222,7 +222,6 @@ EVENTS = [
 STREAM = HEAD + b"".join(b"%x\r\n%s\r\n" % (len(e), e) for e in EVENTS) + b"0\r\n\r\n"
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(1, len(STREAM) - 1)))
 def test_a_stream_is_read_the_same_however_it_is_cut(cuts: set[int]) -> None:
     """An event has the time of the piece in which its last byte is."""

@@ -74,7 +74,7 @@ actions = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     num_blocks=st.integers(1, 12),
     block_size=st.integers(1, 4),

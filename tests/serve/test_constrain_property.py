@@ -84,7 +84,7 @@ def root(schema: Any) -> Any:
 
 
 @settings(
-    max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate],
+    max_examples=25, derandomize=True, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(schemas=st.lists(SCHEMAS.map(root), min_size=4, max_size=4), seed=st.integers(0, 2**31))

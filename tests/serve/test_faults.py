@@ -299,7 +299,7 @@ BODIES = st.fixed_dictionaries(
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(PATHS), body=BODIES)
 def test_no_json_breaks_the_server(tiny: Running, path: str, body: dict[str, Any]) -> None:
     body.setdefault("max_tokens", 3)

@@ -161,7 +161,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_pieces_give_the_same_message_as_the_whole_text(form: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=24)))

@@ -47,7 +47,7 @@ ACTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(ACTS, PROMPTS, st.sampled_from([WINDOWED[:1], WINDOWED]))
 def test_the_index_equals_the_pools_and_finds_what_they_find(
     acts: list[tuple[str, int, list[int], bool]], prompt: list[int], groups: tuple[LayerGroup, ...]
@@ -109,7 +109,7 @@ def test_promises_after_promises_and_cached_blocks_are_one_prefix() -> None:
     assert index.match([*prompt[:20], 99, *prompt[21:]], [0]).cached == {0: 20}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=100), min_size=1, max_size=8), st.integers(1, 4))
 def test_keys_are_those_of_the_pool_whatever_is_remembered(prompts: list[list[int]], room: int) -> None:
     known = KnownChunks(room)

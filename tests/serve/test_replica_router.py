@@ -115,7 +115,7 @@ def test_an_unknown_router_is_refused() -> None:
 REQUEST = st.tuples(st.integers(1, 50), st.integers(1, 8), st.integers(1, 3))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.lists(REQUEST, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_a_load_is_empty_after_its_requests_have_ended(requests: list[tuple[int, int, int]], draw: object) -> None:
     """In any order of tokens, ends, aborts and deaths; nothing that was counted is left."""

@@ -53,7 +53,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(SAMPLINGS, min_size=1, max_size=5))
 def test_a_row_samples_the_same_alone_and_in_any_batch(samplings: list[Sampling]) -> None:
     x = logits(len(samplings))

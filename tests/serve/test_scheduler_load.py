@@ -61,7 +61,7 @@ def make(number: int, load: list[dict]) -> Request:
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(system=systems, load=st.lists(arrivals, min_size=1, max_size=10))
 def test_every_request_gets_the_text_it_would_get_alone(system: dict, load: list[dict]) -> None:
     system = dict(system)

@@ -109,7 +109,6 @@ def frame_of(svg: str) -> list[tuple[float, float]]:
 ys = st.floats(-1e6, 1e6) | st.floats(1e-9, 1e-3) | st.just(0.0)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 10**6), ys), min_size=1, max_size=60), min_size=1, max_size=4),
     st.lists(ys, max_size=4),
@@ -161,7 +160,7 @@ def test_a_log_axis_is_even_in_ratios() -> None:
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=3000), st.integers(4, 700))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_downsampling_keeps_the_extremes_and_the_ends(values: list[float], limit: int) -> None:
     points = list(enumerate(values))
     kept = downsample(points, limit)
