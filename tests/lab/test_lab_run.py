@@ -155,8 +155,9 @@ def test_without_names_every_runnable_lab_leaves_a_result(out: Path) -> None:
 
 # a quick run of these takes 3 s or more
 SECONDS = {
-    "autotuning", "feature_scaling", "flash_attention", "kl_estimators", "memory_by_formula", "numpy_lists", "paging",
-    "prefix_cache", "prenorm_postnorm", "reward_hacking", "rollout_parity", "speculation", "triton_debug",
+    "autotuning", "feature_scaling", "flash_attention", "jit_cost", "kl_estimators", "memory_by_formula", "numpy_lists",
+    "paging", "prefix_cache", "prenorm_postnorm", "reward_hacking", "rollout_parity", "speculation", "triton_auto",
+    "triton_debug",
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ from tests.lab import (
     test_serving_labs,
     test_tensor_parallel_lab,
     test_training_claims,
+    test_triton_labs,
 )
 from tests.lab.test_lab_run import check_pair
 
@@ -271,6 +272,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
     | test_context_labs.PLANTED
     | test_training_claims.PLANTED
     | test_retrieval_labs.PLANTED
+    | test_triton_labs.PLANTED
 )
 
 
