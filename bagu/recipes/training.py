@@ -14,6 +14,7 @@ from bagu import config as configs
 from bagu.config import write_atomic
 from bagu.data import BpeTokenizer, Corpus
 from bagu.errors import BaguError
+from bagu.machine.cores import available_cores
 from bagu.machine.device import named_device
 from bagu.machine.fast_dtype import compute_dtype_name
 from bagu.machine.hub import RUN_ADAPTER, WeightsError, is_adapter
@@ -133,6 +134,8 @@ def train(
     check_equal(mesh, {"data": source_facts(inputs), "tokenizer": inputs.tokenizer.fingerprint})
     tasks = run_tasks(run, inputs.model, inputs.tokenizer)
     peak = matmul_rate(inputs.device, inputs.dtype) * (1 if mesh is None else mesh.config.ranks)
+    if served is not None:  # workers beyond the cores take turns
+        peak *= max(1, min(served.config.workers, available_cores() // torch.get_num_threads()))
     with contextlib.ExitStack() as stack:
         values: Values | None = None
         if _divides(run, inputs, mesh):
