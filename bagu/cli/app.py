@@ -69,6 +69,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read with torch, whose profiler prints two lines a run without it
     if version:
         typer.echo(f"bagu {__version__}")
         raise typer.Exit

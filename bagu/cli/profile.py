@@ -1,6 +1,5 @@
 """`bagu profile`: where the time of an op, a training step or the engine goes."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,12 +11,6 @@ from bagu.cli.help import Verbs
 from bagu.cli.options import BenchDtype, Device, Model, ModelDtype, OpDtype
 
 profile = Verbs("Profile an op, a training step or the engine: a trace, the time by operator, and advice.")
-
-
-@profile.callback()
-def quiet_profiler() -> None:
-    """Profile an op, a training step or the engine: a trace, the time by operator, and advice."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is imported; without it each run prints two lines
 
 
 Out = Annotated[Path, Option(help="The folder for trace.json and the plot.")]
