@@ -21,6 +21,8 @@ from bagu.parallel.unlike.workers import Cores
 GRACE_S = 5.0  # that the other ranks have to end on their own after one has ended
 POLL_S = 0.05
 REPLAN_S = 1.0  # between questions whether to start by another plan
+# A scheduler may signal all processes of a job, and the launcher passes the signal on: both are one request to end.
+SAME_SIGNAL_S = 1.0
 STOPPED = 130  # exit status of a rank that was asked to save and end
 
 

@@ -17,6 +17,7 @@ from tiny_run import Notes, loader, model, train
 
 from bagu.runs.folder import RunFolder
 from bagu.train import TrainConfig, checkpoint, fit
+from bagu.train.interrupt import Interrupt
 from bagu.train.optim import OptimizerConfig
 from bagu.train.schedule import ScheduleConfig
 from bagu.types import Batch
@@ -86,6 +87,17 @@ class PressAt(Notes):
     def on_step(self, step: int, metrics: Any) -> None:
         super().on_step(step, metrics)
         if step == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_signals_within_a_second_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler signals every process of a job, and the launcher passes its signal on."""
+    with Interrupt() as interrupt:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.asked
+        monkeypatch.setattr("bagu.train.interrupt.SAME_SIGNAL_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 

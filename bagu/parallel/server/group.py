@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bagu.parallel.server.place import Place
+from bagu.parallel.supervise import SAME_SIGNAL_S, STOPPED
 from bagu.parallel.unlike.workers import Cores
 
 POLL_S = 0.05
@@ -73,7 +74,7 @@ class Group:
             self.members.append(self._member(replace(place, role="server", number=slot), SERVER))
         for number in range(workers):
             self.members.append(self._member(replace(place, role="worker", number=number), worker(number, False)))
-        self._passed_on = 0
+        self._passed_on, self._passed_at = 0, 0.0
 
     def _member(self, place: Place, command: Sequence[str]) -> _Member:
         return _Member(place=place, command=command, process=self._start(place, command))
@@ -90,7 +91,8 @@ class Group:
             while any(worker.process.poll() is None for worker in self.workers):
                 for member in self.members:
                     status = member.process.poll()
-                    if member.place.role == "worker" and status in (None, 0, 130):
+                    saved = status == STOPPED and self._passed_on < 2  # the second signal ends a worker at once
+                    if member.place.role == "worker" and (status in (None, 0) or saved):
                         continue
                     if status is not None and failed is None and not self._again(member, status):
                         failed = (time.monotonic(), abs(status) or 1)
@@ -128,7 +130,8 @@ class Group:
         return True
 
     def _pass_on(self, number: int, _: object) -> None:
-        self._passed_on += 1
+        if time.monotonic() - self._passed_at >= SAME_SIGNAL_S:
+            self._passed_on, self._passed_at = self._passed_on + 1, time.monotonic()
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.send_signal(number)
