@@ -40,6 +40,14 @@ def lab_run(
     resume: Annotated[bool, Option("--resume", help="Skip labs whose current code has a result in --out.")] = False,
     out: LabResults = Path("labs"),
     quick: Annotated[bool, Option("--quick", help="Use smaller sizes: a few seconds per lab.")] = False,
+    jobs: Annotated[
+        int | None,
+        Option(
+            help="How many labs run at once; those that measure times run alone.",
+            min=1,
+            show_default="1; quick runs of many: one per core",
+        ),
+    ] = None,
 ) -> None:
     """Measure claims, plot the results and print whether each claim holds. Without a name: list the labs.
 
@@ -62,9 +70,11 @@ def lab_run(
     for name in names or ():
         if name not in catalogue.names():  # before torch is imported
             raise UnknownName.among("lab", name, catalogue.names())
-    from bagu.lab.run import run_labs
+    from bagu.lab.run import default_jobs, run_labs
 
-    raise typer.Exit(run_labs(names or (), out=out, quick=quick, resume=resume))
+    many = every or theme is not None
+    count = jobs or (default_jobs() if quick and many else 1)
+    raise typer.Exit(run_labs(names or (), out=out, quick=quick, resume=resume, jobs=count))
 
 
 @lab.command("report")

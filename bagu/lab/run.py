@@ -5,7 +5,10 @@ run_labs(names, out=..., quick=...)    run some or all; returns the exit status
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
@@ -24,37 +27,95 @@ from bagu.runs.plain_progress import plain_progress
 from bagu.runs.record import ensure_folder
 
 COLOUR = {"held": "green", "did not hold": "red", "holds only where": "yellow", "not decided": "blue"}
+MOST_JOBS = 4  # of a quick run by default: each process has torch and up to 1 GB
 SEEDS = 3  # the fewest that decide where models are trained and compared
 
 
 def run_labs(
-    names: Sequence[str], *, out: Path, quick: bool, resume: bool = False, console: Console | None = None
+    names: Sequence[str],
+    *,
+    out: Path,
+    quick: bool,
+    resume: bool = False,
+    jobs: int = 1,
+    console: Console | None = None,
 ) -> int:
     """Run the named labs, or all if `names` is empty. Returns 0 if each lab ran or was skipped because it needs a GPU.
-    With `resume`, labs with such a result (quick or full) from the same code are skipped.
+    With `resume`, labs with such a result (quick or full) from the same code are skipped. With several `jobs`, labs
+    run beside each other, one thread each; those that measure times run alone afterwards.
 
     A verdict is not a failure. A lab that raises stops the run; earlier results are on disk.
     """
     console = console or Terminal(highlight=False)
     labs = [catalogue.load(name) for name in names or catalogue.names()]  # a wrong name raises before any work
     machine, device = this_machine().name, default_device().type
+    paths = {lab.name: out / machine / lab.name / "result.json" for lab in labs}
+    labs = [lab for lab in labs if not (resume and is_current(paths[lab.name], lab.name, quick=quick))]
+    beside = [lab for lab in labs if lab.evidence != "timing" and not lab.needs_gpu] if jobs > 1 else []
+    measure = partial(_measure, out=out, machine=machine, device=device, quick=quick)
+    for name, done in _at_once([lab.name for lab in beside], measure, jobs):
+        _introduce(catalogue.load(name), console)
+        _conclude(done, paths[name].parent, console)
     for lab in labs:
-        folder = out / machine / lab.name
-        if resume and is_current(folder / "result.json", lab.name, quick=quick):
+        if lab in beside:
             continue
-        console.print(f"\n[bold]{escape(lab.title_en)}[/] · {escape(lab.title_zh)}")
-        console.print(f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”", style="dim")
+        _introduce(lab, console)
         if lab.needs_gpu and device != "cuda":
             console.print("[yellow]skipped[/]: this lab needs a CUDA device")
             continue
-        result = run_lab(lab, machine=machine, device=device, quick=quick, console=console)
-        reason = store(lab, result, ensure_folder(folder))
-        show(result, console)
-        if reason is not None:
-            console.print(f"[yellow]no plot[/]: {escape(reason)}")
-        console.print(f"[dim]{counted(len(result.rows), 'row')} in {result.seconds:.1f} s → {escape(str(folder))}[/]")
+        _conclude(measure(lab.name, console=console), paths[lab.name].parent, console)
     console.print(f"[dim]next: bagu lab report --out {out}[/]", soft_wrap=True)
     return 0
+
+
+def default_jobs() -> int:
+    """Of many quick runs: one per core of a CPU. A full run may need the memory and the cores alone."""
+    return min(available_cores(), MOST_JOBS) if default_device().type == "cpu" else 1
+
+
+def _measure(
+    name: str, *, out: Path, machine: str, device: str, quick: bool, console: Console | None = None
+) -> tuple[Result, str | None]:
+    """Run a lab and store its result, which comes back with the reason if there is no plot."""
+    lab = catalogue.load(name)
+    result = run_lab(lab, machine=machine, device=device, quick=quick, console=console or Console(quiet=True))
+    return result, store(lab, result, ensure_folder(out / machine / name))
+
+
+def _at_once(
+    names: Sequence[str], measure: Callable[[str], tuple[Result, str | None]], jobs: int
+) -> Iterator[tuple[str, tuple[Result, str | None]]]:
+    """Labs in so many processes, in the order in which they end."""
+    if not names:
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+        running = {pool.submit(measure, name): name for name in names}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _one_thread() -> None:
+    """Labs beside each other share the cores, and so do the processes that they start."""
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def _introduce(lab: Lab, console: Console) -> None:
+    console.print(f"\n[bold]{escape(lab.title_en)}[/] · {escape(lab.title_zh)}")
+    console.print(f"“{escape(lab.claim_en)}”\n“{escape(lab.claim_zh)}”", style="dim")
+
+
+def _conclude(done: tuple[Result, str | None], folder: Path, console: Console) -> None:
+    result, reason = done
+    show(result, console)
+    if reason is not None:
+        console.print(f"[yellow]no plot[/]: {escape(reason)}")
+    console.print(f"[dim]{counted(len(result.rows), 'row')} in {result.seconds:.1f} s → {escape(str(folder))}[/]")
 
 
 def show(result: Result, console: Console) -> None:

@@ -291,6 +291,18 @@ def test_a_run_resumes_after_a_kill(tmp_path: Path) -> None:
     assert "Safe softmax" not in text and "Tensor or data parallelism" in text
 
 
+def test_labs_run_beside_each_other_except_those_of_times(tmp_path: Path) -> None:
+    said = Console(file=io.StringIO(), width=200)
+    names = ["numpy_parallel", "safe_softmax", "tensor_parallel"]  # the first measures times
+    assert run_labs(names, out=tmp_path, quick=True, jobs=2, console=said) == 0
+    text = said.file.getvalue()  # type: ignore[attr-defined]
+    last = text.index("NumPy and threads")
+    assert text.index("Safe softmax") < last and text.index("Tensor or data parallelism") < last
+    for name in names:
+        result = Result.read(tmp_path / this_machine().name / name / "result.json")
+        assert result.rows and result.verdict.sentence_en in " ".join(text.split())
+
+
 @pytest.mark.parametrize(("evidence", "seeds", "quick", "kind"), [
     ("counting", 1, True, "held"), ("training", 3, False, "held"), ("training", 2, False, "not decided"),
     ("training", 3, True, "not decided"), ("model", 1, False, "held"), ("model", 1, True, "not decided"),
