@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from bagu.errors import ArgumentError, UnknownName
 
@@ -55,11 +54,6 @@ def parse_workers(text: str, *, kinds: Iterable[str] = KINDS) -> tuple[Worker, .
     if len(found) > MOST:
         raise ArgumentError(f"--workers {text!r} are {len(found)} workers", hint=f"give at most {MOST}")
     return tuple(found)
-
-
-def workers_text(workers: Sequence[Worker]) -> str:
-    """The text that `parse_workers` reads: adjacent equal workers together."""
-    return ",".join(f"{len(list(same))}x {worker}" for worker, same in groupby(workers))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -286,11 +286,6 @@ def save_vision(done: Seeing, folder: Path) -> None:
     write_atomic(folder / "vision.json", json.dumps(configs.to_dict(done.run), indent=2) + "\n")
 
 
-def is_vision(path: Path) -> bool:
-    """Whether a folder holds a model of pictures, or a run that made one."""
-    return any((place / "vision.json").is_file() for place in (path, path / MODEL))
-
-
 def load_vision(path: Path, device: str | None = None) -> Seeing:
     """The model of a run's folder, or of the folder `model` in it."""
     folder = path if (path / "vision.json").is_file() else path / MODEL

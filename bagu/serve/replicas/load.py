@@ -81,9 +81,6 @@ class ReplicaLoad:
         """Choices that have not ended."""
         return self._choices
 
-    def has_started(self, id: str) -> bool:
-        return (found := self._open.get(id)) is not None and found.started
-
     def forecast(self, ask: Ask, cached: int, now: float) -> Forecast:
         """Runs for every replica and request, so the formula of a step (`StepCost.seconds`) is written out."""
         cost, n, slots = self.cost, self._choices, self.slots
