@@ -46,6 +46,7 @@ from tests.lab import (
     test_tensor_parallel_lab,
     test_training_claims,
     test_triton_labs,
+    test_tuning_labs,
 )
 from tests.lab.test_lab_run import check_pair
 
@@ -273,6 +274,7 @@ PLANTED: dict[str, tuple[list[Row], list[Row]]] = (
     | test_training_claims.PLANTED
     | test_retrieval_labs.PLANTED
     | test_triton_labs.PLANTED
+    | test_tuning_labs.PLANTED
 )
 
 
