@@ -78,7 +78,7 @@ def _measure(
 ) -> tuple[Result, str | None]:
     """Run a lab and store its result, which comes back with the reason if there is no plot."""
     lab = catalogue.load(name)
-    result = run_lab(lab, machine=machine, device=device, quick=quick, console=console or Console(quiet=True))
+    result = run_lab(lab, machine=machine, device=device, quick=quick, console=console or Terminal(quiet=True))
     return result, store(lab, result, ensure_folder(out / machine / name))
 
 
