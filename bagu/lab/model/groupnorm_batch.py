@@ -18,6 +18,7 @@ from bagu.lab.core import Claim, Row, Setting, Verdict, column, listed, numbers_
 from bagu.lab.parts.against import Percent
 from bagu.lab.parts.confidence import interval
 from bagu.lab.plot import Line, Panel
+from bagu.lab.train.optimizers.descent import one_thread
 from bagu.nn.drop_in.layers import BatchNorm2d, Conv2d, GroupNorm
 
 NAMES, SIDE, NOISE = 40, 16, 0.3
@@ -83,26 +84,27 @@ def run(setting: Setting) -> Iterator[Row]:
     device, counts = setting.device, (64, 200) if quick else (PICTURES, 2000)
     (x, names), (x_held, names_held) = (draw(stock, n, seed, device) for seed, n in enumerate(counts, 1))
     batches, rates, seeds = (BATCHES[::4], RATES[1:], range(2)) if quick else (BATCHES, RATES, range(SEEDS))
-    for side, kind, batch in setting.track(list(product(STRIDES, KINDS, batches))):
-        found: dict[float, float] = {}
-        for seed, rate in [(0, rate) for rate in rates] + [(seed, None) for seed in seeds[1:]]:
-            lr = max(found, key=found.__getitem__) if rate is None else rate  # the first seed chooses it
-            net = new_net(kind, side, seed).to(device)
-            steps = train(net, x, names, batch, lr, seed)
-            share = right(net, x_held, names_held)
-            measure_statistics(net, x)
-            found.setdefault(lr, share)
-            yield {
-                "kind": kind,
-                "map_side": side,
-                "batch": batch,
-                "learning_rate": lr,
-                "seed": seed,
-                "right_share": share,
-                "exact_share": right(net, x_held, names_held),
-                "steps": steps,
-                "parameters": sum(p.numel() for p in net.parameters()),
-            }
+    with one_thread():
+        for side, kind, batch in setting.track(list(product(STRIDES, KINDS, batches))):
+            found: dict[float, float] = {}
+            for seed, rate in [(0, rate) for rate in rates] + [(seed, None) for seed in seeds[1:]]:
+                lr = max(found, key=found.__getitem__) if rate is None else rate  # the first seed chooses it
+                net = new_net(kind, side, seed).to(device)
+                steps = train(net, x, names, batch, lr, seed)
+                share = right(net, x_held, names_held)
+                measure_statistics(net, x)
+                found.setdefault(lr, share)
+                yield {
+                    "kind": kind,
+                    "map_side": side,
+                    "batch": batch,
+                    "learning_rate": lr,
+                    "seed": seed,
+                    "right_share": share,
+                    "exact_share": right(net, x_held, names_held),
+                    "steps": steps,
+                    "parameters": sum(p.numel() for p in net.parameters()),
+                }
 
 
 def best(rows: Sequence[Row], kind: str, side: float, batch: float) -> list[Row]:
