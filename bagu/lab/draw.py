@@ -166,16 +166,17 @@ def draw_bars(axes: Axes, mark: Bars, groups: int, slot: int) -> None:
     if mark.colour == "each":
         style = {"color": [COLOURS[i % len(COLOURS)] for i in range(len(shown))]}
     label, lengths = mark.label or None, [y - mark.bottom for y in heights]
+    if mark.ends is not None:
+        error = "xerr" if mark.sideways else "yerr"
+        style |= {error: arms(heights, mark.ends), "ecolor": INK, "capsize": 2}
     if mark.sideways:
         axes.barh(places, lengths, 0.92 * width, mark.bottom, label=label, **style)
         axes.margins(x=0.15)
     else:
-        arm: dict[str, Any] = (
-            {} if mark.ends is None else {"yerr": arms(heights, mark.ends), "ecolor": INK, "capsize": 2}
-        )
-        axes.bar(places, lengths, 0.92 * width, mark.bottom, label=label, **style, **arm)
+        axes.bar(places, lengths, 0.92 * width, mark.bottom, label=label, **style)
     none = [place for place, length in zip(places, lengths, strict=True) if length == 0]
-    axes.plot(none, [mark.bottom] * len(none), ".", **chosen(None if mark.colour == "each" else mark.colour))
+    dots = (none, [mark.bottom] * len(none))
+    axes.plot(*dots[:: -1 if mark.sideways else 1], ".", **chosen(None if mark.colour == "each" else mark.colour))
     for place, value in zip(places, heights, strict=True) if mark.text else ():
         at, shift = ((value, place), (3, -3)) if mark.sideways else ((place, value), (0, 2))
         align = "left" if mark.sideways else "center"
