@@ -36,6 +36,7 @@ def names() -> list[str]:
     return sorted(sources())
 
 
+@cache
 def theme_of(name: str) -> str:
     return sources()[name].relative_to(HERE).parts[0]
 

@@ -22,6 +22,7 @@ def list_labs(console: Console, *, theme: str | None = None, long: bool = False,
     width = max(map(len, shown), default=0)
     for part in dict.fromkeys(map(catalogue.theme_of, shown)):
         console.print(f"[bold]{part}[/]")
+        lines = []
         for name in (n for n in shown if catalogue.theme_of(n) == part):
             lab = catalogue.words(name, whole=long)
             if long:
@@ -29,7 +30,9 @@ def list_labs(console: Console, *, theme: str | None = None, long: bool = False,
                 continue
             line = Text(f"  {name:<{width}}  {'[GPU] ' if lab['needs_gpu'] else ''}{lab['claim_en']}")
             line.truncate(console.width, overflow="ellipsis")
-            console.print(line, no_wrap=True)
+            lines.append(line)
+        if lines:  # at once: a call takes 1 ms
+            console.print(Text("\n").join(lines), no_wrap=True)
     count = counted(len(shown), "lab")
     console.print(f"{count}{' without a full, current result' if missing else ''}. Run: bagu lab run NAME…")
 
